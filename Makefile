@@ -1,0 +1,34 @@
+# Two commands: `make demo` and `make test`. Both set up .venv on first use and reuse it afterwards.
+
+PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3) python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench setup clean
+
+demo: $(READY)
+	@$(BIN)/anybit demo
+
+test: check
+	@$(BIN)/python -m pytest
+
+check: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(READY)
+	@$(BIN)/python benchmarks/import_time.py
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "anybit needs Python 3.11, this is " + sys.version.split()[0] + "; run make with PYTHON=/path/to/python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once; a few minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

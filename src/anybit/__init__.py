@@ -1,0 +1,62 @@
+"""Train once, store one set of weights, run it at any bit width.
+
+    penalty = anybit.GradientPenalty(model, weight=2e-3, activation=2e-3)   # train: the user keeps the loop
+    step = penalty.backward(lambda: F.cross_entropy(model(x), y))
+
+    net = anybit.prepare(model, example_input)                              # quantize: any width, without data
+    net.set_bits(weights=4, activations=4)
+    rows = anybit.sweep(net, test_loader, widths=[(8, 8), (4, 4)])
+
+Importing this package imports no PyTorch; a name that needs it does, on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from anybit.errors import AnybitError, MissingDependency
+from anybit.spec import Bits, QuantSpec, Range, Row
+
+if TYPE_CHECKING:
+    from anybit.evaluate.sweep import sweep
+    from anybit.penalties.gradient import GradientPenalty
+    from anybit.quant.prepare import prepare
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AnybitError",
+    "Bits",
+    "GradientPenalty",
+    "QuantSpec",
+    "Range",
+    "Row",
+    "prepare",
+    "sweep",
+]
+
+_ON_FIRST_USE = {
+    "GradientPenalty": ("anybit.penalties.gradient", "torch"),
+    "prepare": ("anybit.quant.prepare", "torch"),
+    "sweep": ("anybit.evaluate.sweep", "torch"),
+}
+"""Public names that need more than the base install: where they are, and the extra that brings what they need."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module 'anybit' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, extra = _ON_FIRST_USE[name]
+    try:
+        value = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("anybit"):
+            raise
+        raise MissingDependency(error.name or "a package", extra, f"anybit.{name}") from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

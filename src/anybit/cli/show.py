@@ -1,0 +1,64 @@
+"""What the verbs print: tables and progress bars, quiet where nobody watches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from anybit.report.rows import Summary
+
+console = Console()
+errors = Console(stderr=True)
+
+Advance = Callable[[int], None]
+Task = Callable[[str, int], Advance]
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[Task]:
+    """Give a function that starts a bar of so many steps and returns what moves it on. No bars outside a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=errors, disable=not errors.is_terminal) as progress:
+
+        def start(name: str, total: int) -> Advance:
+            task = progress.add_task(name, total=total)
+            return lambda steps: progress.advance(task, steps)
+
+        yield start
+
+
+def accuracy_table(title: str, summaries: Iterable[Summary], *, gain: tuple[str, str] | None = None) -> Table:
+    """Return accuracy by width, one column per label; `gain=(from, to)` adds the difference in points."""
+    found = {(s.label, s.bits): s for s in summaries}
+    labels = list(dict.fromkeys(label for label, _ in found))
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("widths")
+    for label in labels:
+        table.add_column(label, justify="right")
+    if gain is not None:
+        table.add_column("gain", justify="right")
+    for bits in dict.fromkeys(bits for _, bits in found):
+        cells = [_cell(found.get((label, bits))) for label in labels]
+        if gain is not None:
+            before, after = found.get((gain[0], bits)), found.get((gain[1], bits))
+            cells.append(f"{100 * (after.mean - before.mean):+.1f}" if before and after else "")
+        table.add_row(str(bits), *cells)
+    return table
+
+
+def _cell(summary: Summary | None) -> str:
+    if summary is None:
+        return ""
+    spread = f" ({100 * summary.low:.1f}-{100 * summary.high:.1f})" if summary.seeds > 1 else ""
+    return f"{100 * summary.mean:.1f}{spread}"

@@ -1,0 +1,42 @@
+"""`anybit train recipe.toml`: one training run, one folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybit.cli.needs import needs_torch
+from anybit.cli.show import console, progress_bars
+from anybit.errors import DataError, RecipeError, SpecError
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe in TOML; recipes/ has some.")],
+    out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/NAME-SEED.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
+) -> None:
+    """Train a network as a recipe says.
+
+    Example: anybit train recipes/digits-l1.toml --seed 1
+    """
+    with needs_torch("anybit train"):
+        import dataclasses
+
+        from anybit.data import load_dataset
+        from anybit.train.loop import steps_of
+        from anybit.train.loop import train as run
+        from anybit.train.recipe import load_recipe
+    plan = load_recipe(recipe)
+    if seed is not None:
+        plan = dataclasses.replace(plan, seed=seed)
+    folder = out or Path("runs") / f"{plan.name}-{plan.seed}"
+    try:
+        data = load_dataset(plan.data.name)
+        with progress_bars() as start:
+            _, results = run(plan, data, folder, progress=start(plan.name, steps_of(plan, data)))
+    except (DataError, SpecError) as error:  # a name or a size that only now proved wrong
+        raise RecipeError(f"{recipe}: {error}") from error
+    console.print(f"validation accuracy {100 * results['validation_accuracy']:.1f} %, in floating point")
+    console.print(f"{folder}/: model.safetensors, run.json, log.jsonl", highlight=False, soft_wrap=True)

@@ -1,0 +1,36 @@
+"""Data sets: in memory, split once and for all into training, validation and test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+
+from anybit.data.arrays import load_arrays
+from anybit.data.base import Batches, Dataset, Split
+from anybit.data.digits import load_digits
+from anybit.errors import DataError
+
+__all__ = ["DATASETS", "Batches", "Dataset", "Split", "load_dataset"]
+
+
+def _cifar10() -> Dataset:
+    # Imported on use: few runs need it, and the import brings tar and subprocess along.
+    from anybit.data.cifar10 import load_cifar10
+
+    return load_cifar10()
+
+
+DATASETS: dict[str, Callable[[], Dataset]] = {"digits": load_digits, "cifar10": _cifar10}
+"""The data sets known by name: add one here."""
+
+
+def load_dataset(name: str) -> Dataset:
+    """Return the data set of that name, or the one in that `.npz` file."""
+    if name in DATASETS:
+        return DATASETS[name]()
+    if name.endswith(".npz"):
+        return load_arrays(Path(name))
+    close = get_close_matches(name, DATASETS, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise DataError(f"no data set {name!r}: use {', '.join(DATASETS)}, or the path of an .npz file{hint}")

@@ -1,0 +1,1 @@
+"""Accuracy, loss and divergence at any number of widths, as rows."""

@@ -1,0 +1,47 @@
+"""`sweep`: one network, many widths, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from anybit.errors import DataError, SpecError
+from anybit.evaluate.accuracy import kl_divergence, predict, score
+from anybit.quant.network import QuantizedNetwork
+from anybit.spec import Bits, Row
+
+
+def sweep(
+    net: QuantizedNetwork,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    *,
+    widths: Iterable[Bits | tuple[int, int]],
+    label: str = "network",
+    seed: int = 0,
+    on_row: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Return accuracy, loss and divergence from floating point at each pair of widths (weights, activations).
+
+    `loader` is gone through once per width, in the same order each time: do not shuffle. Afterwards the network is at
+    the widths it was at before.
+    """
+    pairs = [w if isinstance(w, Bits) else Bits(*w) for w in widths]
+    if not pairs:
+        raise SpecError("a sweep needs at least one pair of widths, such as (8, 8)")
+    with net.at(weights=32, activations=32):
+        reference, labels = predict(net, loader)
+    rows = []
+    for bits in pairs:
+        with net.at(weights=bits.weights, activations=bits.activations):
+            logits, again = predict(net, loader)
+        if not torch.equal(again, labels):
+            raise DataError("the loader gives other examples, or another order, each time; pass one without shuffling")
+        s = score(logits, labels)
+        kl = kl_divergence(reference, logits)
+        row = Row(label, seed, bits.weights, bits.activations, s.accuracy, s.loss, s.n, kl)
+        rows.append(row)
+        if on_row is not None:
+            on_row(row)
+    return rows

@@ -1,0 +1,77 @@
+"""Files that are either the old one or the new one, never half of each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from anybit.errors import FileError
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Give a path beside `path` to write to, and rename it into place when the block ends well.
+
+    When the block raises, the file beside it is removed and `path` is as it was.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{path.parent}: cannot make this folder ({error.strerror})") from error
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        with contextlib.suppress(OSError):  # what went wrong before is what the user should read
+            beside.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file at once."""
+    with replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write a JSON file at once, indented for people."""
+    try:
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise FileError(f"{path}: not written, JSON has no NaN and no infinity ({error})") from error
+    write_text(path, text + "\n")
+
+
+def read_text(path: str | Path, *, what: str, error: type[FileError] = FileError) -> str:
+    """Read a text file, or say which one is missing or is no text."""
+    path = Path(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as e:
+        raise error(f"{path}: no such file; {what} is expected here") from e
+    except IsADirectoryError as e:
+        raise error(f"{path}: is a folder; {what} is expected here") from e
+    except (OSError, UnicodeDecodeError) as e:
+        raise error(f"{path}: cannot be read as {what} ({e})") from e
+
+
+def read_json(path: str | Path, *, what: str, error: type[FileError] = FileError) -> Any:
+    """Read a JSON file, or say where it breaks."""
+    text = read_text(path, what=what, error=error)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as e:
+        message = f"{path}: broken JSON at line {e.lineno} ({e.msg}); {what} is expected here, write it again"
+        raise error(message) from e
+    except (ValueError, RecursionError) as e:  # a number with thousands of digits, thousands of brackets
+        raise error(f"{path}: cannot be read as {what} ({e}); write it again") from e

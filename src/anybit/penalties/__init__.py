@@ -1,0 +1,1 @@
+"""What is added to the loss so that the weights survive quantization."""

@@ -1,0 +1,104 @@
+"""How far the two-pass gradient can be trusted on a given network and batch, measured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from anybit.errors import AnybitError, PenaltyError
+from anybit.penalties.base import Closure, eagerly
+from anybit.penalties.double_backward import double_backward
+from anybit.penalties.state import buffers_kept, gradients_set_aside, random_state, set_random_state
+from anybit.penalties.two_pass import Request, two_pass
+
+COSINE, RATIO = 0.99, 0.05
+"""A penalty's gradient within these of the reference trains like it: its angle, and its length."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The two-pass gradient of the penalty alone, against a reference: cosine and ratio of lengths."""
+
+    cosine: float
+    ratio: float
+    reference: str
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the difference is too small to matter in training."""
+        return self.cosine >= COSINE and abs(self.ratio - 1) <= RATIO
+
+    def __str__(self) -> str:
+        verdict = "trust it" if self.trusted else (
+            "do not trust it: use engine='double-backward', float32 instead of a shorter format, or a larger batch; "
+            "kinks that PyTorch does not show (torch.where on a condition, custom kernels) also cause this"
+        )  # fmt: skip
+        return f"two-pass against {self.reference}: cosine {self.cosine:.5f}, length {self.ratio:.4f} of it; {verdict}"
+
+
+def measure_agreement(request: Request, closure: Closure) -> Agreement:
+    """Compare the engines on one batch and leave everything as it was."""
+    if request.worst_case:
+        raise PenaltyError("objective='worst-case' is exact by definition; there is nothing to check")
+    parameters = [p for p in request.model.parameters() if p.requires_grad]
+    with _no_trace(request.model, parameters) as begin:
+
+        def gradient(run: Callable[[], object]) -> Tensor:
+            begin()
+            run()
+            return torch.cat([_flat(p) for p in parameters])
+
+        plain = gradient(lambda: _plain(closure))
+        fast = gradient(lambda: two_pass(request, closure)) - plain
+        reference = "double backward"
+        try:
+            slow = gradient(lambda: double_backward(request, closure)) - plain
+        except AnybitError:
+            raise
+        except (RuntimeError, NotImplementedError):
+            reference = "a central difference"
+            slow = _central(request, closure, gradient, plain)
+    lengths = float(fast.norm()), float(slow.norm())
+    if lengths[1] == 0:
+        return Agreement(1.0 if lengths[0] == 0 else 0.0, 1.0 if lengths[0] == 0 else float("inf"), reference)
+    cosine = float(fast @ slow) / (lengths[0] * lengths[1]) if lengths[0] else 0.0
+    return Agreement(cosine, lengths[0] / lengths[1], reference)
+
+
+def _central(request: Request, closure: Closure, gradient: Callable[..., Tensor], plain: Tensor) -> Tensor:
+    """Differences to both sides leave out no curvature, so their only error is rounding."""
+    sides = [gradient(lambda side=side: two_pass(request, closure, side=side)) - plain for side in (1.0, -1.0)]
+    return (sides[0] + sides[1]) / 2
+
+
+def _plain(closure: Closure) -> None:
+    with eagerly():
+        closure().backward()  # type: ignore[no-untyped-call]
+
+
+def _flat(parameter: nn.Parameter) -> Tensor:
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return grad.detach().flatten().double()
+
+
+@contextlib.contextmanager
+def _no_trace(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    """Give a function that starts over from the same state; put everything back in the end."""
+    state = random_state()
+
+    def begin() -> None:
+        set_random_state(state)
+        for parameter in parameters:
+            parameter.grad = None
+
+    try:
+        with gradients_set_aside(parameters) as before, buffers_kept(model):
+            yield begin
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
+    finally:
+        set_random_state(state)

@@ -1,0 +1,137 @@
+"""The paper's penalty: `L + λ_w Σ‖∇_W L‖ + λ_y Σ‖∇_y L‖` over weights W and activation outputs y.
+
+Quantizing moves every weight and activation by at most half a bin, so to first order the loss rises by at most
+δ/2 times the l1 norm of its gradient, at every width at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from anybit.errors import PenaltyError, SpecError
+from anybit.penalties.agreement import Agreement, measure_agreement
+from anybit.penalties.base import Closure, Penalty, Scaler, Step
+from anybit.penalties.double_backward import double_backward
+from anybit.penalties.passes import Norm
+from anybit.penalties.select import quantizable_weights
+from anybit.penalties.two_pass import Request, two_pass
+
+Engine = Literal["two-pass", "double-backward"]
+Objective = Literal["penalty", "worst-case"]
+Scale = Literal["none", "range"]
+
+
+class GradientPenalty(Penalty):
+    """Adds the norm of the loss gradient, over weights and over activations, to the loss of any training loop.
+
+    Args:
+        model: The network whose weights are penalized. Wrapped ones (DDP, compiled) are fine.
+        norm: "l1" (the paper), or "l2" (its comparison).
+        weight: λ_w, the strength over weights. Zero switches that part off; with both at zero the penalty only
+            measures the norms.
+        activation: λ_y, the strength over the outputs of activation functions.
+        engine: "two-pass" needs two ordinary passes and works with whatever can train. "double-backward"
+            differentiates the gradient: exact, slow, and impossible for compiled models and fused attention.
+        objective: "penalty", or "worst-case": the gradient at the point where every weight and activation is moved
+            by λ in the direction that raises the loss most (l-infinity sharpness-aware training). Two-pass only.
+        scale: "none" (the paper), or "range": λ in units of each tensor's own largest absolute value, as its
+            quantization bin is.
+        every: Apply the penalty at every k-th step only, k times as strong; the steps between are plain ones.
+        layers: Names or patterns (`"layer3.*"`) of the weights to penalize. Default: all that will be quantized.
+
+    Attributes:
+        factor: Multiplies both strengths; set it to follow a schedule (`anybit.penalties.schedule`).
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.constant_(model.weight, 2.0)
+        >>> penalty = GradientPenalty(model, weight=0.5, engine="double-backward")
+        >>> step = penalty.backward(lambda: (model(torch.ones(1, 1)) ** 2).sum())
+
+        With L = w² the penalty is |2w|: the objective w² + 0.5·|2w| has the slope 2w + 1 = 5 at w = 2.
+
+        >>> step.loss, step.weight_norm, model.weight.grad.item()
+        (4.0, 4.0, 5.0)
+    """
+
+    name = "gradient"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        norm: Norm = "l1",
+        weight: float = 0.0,
+        activation: float = 0.0,
+        engine: Engine = "two-pass",
+        objective: Objective = "penalty",
+        scale: Scale = "none",
+        every: int = 1,
+        layers: str | list[str] | None = None,
+    ) -> None:
+        choices = (("norm", norm, Norm), ("engine", engine, Engine), ("objective", objective, Objective))
+        for name, value, allowed in (*choices, ("scale", scale, Scale)):
+            if value not in get_args(allowed):
+                raise SpecError(f"{name} must be one of {', '.join(get_args(allowed))}; got {value!r}")
+        for name, strength in (("weight", weight), ("activation", activation)):
+            if not 0 <= strength < math.inf:
+                raise SpecError(f"{name} is a strength of zero or more, got {strength!r}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise SpecError(f"every is a whole number of steps, one or more; got {every!r}")
+        if objective == "worst-case" and engine != "two-pass":
+            raise SpecError("objective='worst-case' is a matter of two passes; drop engine='double-backward'")
+        self.model, self.norm, self.engine = model, norm, engine
+        self.weight, self.activation = float(weight), float(activation)
+        self.objective, self.scale, self.every = objective, scale, every
+        self.weights = quantizable_weights(model, layers)
+        self._steps = 0
+        if weight and not self.weights:
+            raise PenaltyError(f"{type(model).__name__} has no weight of two or more dimensions to penalize")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: how many steps were taken, and the factor."""
+        return {"steps": self._steps, "factor": self.factor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._steps, self.factor = int(state["steps"]), float(state["factor"])
+
+    def backward(self, closure: Closure, *, scaler: Scaler | None = None) -> Step:
+        """Run `closure`, add the gradient of loss and penalty to every `.grad`, and say what was seen.
+
+        `closure` runs the forward pass and returns the loss. The two-pass engine calls it twice, with the same random
+        state: keep bookkeeping of your own outside it. With `scaler` (a `torch.amp.GradScaler`) the gradients are
+        scaled by it, as `scaler.scale(loss).backward()` would.
+        """
+        request = self.request(self.factor * self.every if self._steps % self.every == 0 else 0.0)
+        engine = double_backward if self.engine == "double-backward" and request.penalized else two_pass
+        step = engine(request, closure, scaler)
+        self._steps += 1
+        return step
+
+    def request(self, times: float = 1.0) -> Request:
+        """Return what one step is asked for, with both strengths multiplied by `times`."""
+        return Request(
+            model=self.model,
+            weights=list(self.weights.values()),
+            norm=self.norm,
+            weight=times * self.weight,
+            activation=times * self.activation,
+            worst_case=self.objective == "worst-case",
+            by_range=self.scale == "range",
+            measure=not (self.weight or self.activation),
+        )
+
+    def check(self, closure: Closure) -> Agreement:
+        """Measure on your own network and batch how well the two-pass gradient agrees with an independent one.
+
+        The reference is double backward where the model allows it, else two-pass with a far smaller step in a central
+        difference. Nothing is changed: gradients, statistics and random state are as before.
+        """
+        if not (self.weight or self.activation):
+            raise PenaltyError("nothing to check: both strengths are zero")
+        return measure_agreement(self.request(), closure)

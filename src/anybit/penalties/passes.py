@@ -1,0 +1,178 @@
+"""The two passes over the closure: one that records kinks and directions, one that replays and shifts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from anybit.errors import PenaltyError
+from anybit.penalties.checkpointing import CallOrder
+from anybit.penalties.kinks import KINKS, Kink, Masked
+from anybit.penalties.taps import Function, is_activation, with_graph
+
+Norm = Literal["l1", "l2"]
+
+
+def direction(grad: Tensor, norm: Norm) -> Tensor:
+    """Return the direction in which the norm of a gradient grows: its sign (l1, as int8), or itself over its length.
+
+    >>> direction(torch.tensor([3.0, 0.0, -4.0]), "l1"), direction(torch.tensor([3.0, -4.0]), "l2")
+    (tensor([ 1,  0, -1], dtype=torch.int8), tensor([ 0.6000, -0.8000]))
+    """
+    if norm == "l1":
+        return torch.sign(grad).to(torch.int8)
+    length = torch.linalg.vector_norm(grad)
+    unit: Tensor = grad / length.clamp(min=torch.finfo(grad.dtype).tiny)
+    return unit
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    """Return the typical size of an entry, without waiting for the device.
+
+    >>> root_mean_square(torch.tensor([3.0, 4.0, 0.0, 0.0]))
+    tensor(2.5000)
+    """
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    size: Tensor = torch.linalg.vector_norm(x, dtype=wide) / math.sqrt(max(1, x.numel()))
+    return size
+
+
+class Call:
+    """One call of a watched function in the first pass: what the second needs to run it again."""
+
+    __slots__ = ("activation", "func", "inplace", "memo")
+
+    def __init__(self, func: Function, memo: Any, *, inplace: bool) -> None:
+        self.func, self.memo, self.inplace = func, memo, inplace
+        self.activation: Activation | None = None
+
+
+class Activation:
+    """One activation output in the first pass: its size, and in the end which way its gradient points."""
+
+    __slots__ = ("direction", "eps", "norm", "numel", "reach", "size")
+
+    def __init__(self, out: Tensor, *, reach: bool) -> None:
+        value = out.detach()
+        # One example stands for the batch: the step needs the order of magnitude only.
+        self.size = root_mean_square(value[:1] if value.dim() else value)
+        self.reach = torch.linalg.vector_norm(value, ord=math.inf) if reach else None
+        self.numel, self.eps = out.numel(), torch.finfo(out.dtype).eps
+        self.direction: Tensor | None = None
+        self.norm: Tensor | None = None
+
+
+class Watch(TorchFunctionMode):
+    """Sees every watched call of a closure in order, and knows a recomputed one from a new one."""
+
+    def __init__(self, order: CallOrder) -> None:
+        super().__init__()
+        self.order = order
+
+    def watching(self, wanted: bool) -> contextlib.AbstractContextManager[Any]:
+        """Watch, or do not."""
+        return self if wanted else contextlib.nullcontext()
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled() or not (func in KINKS or is_activation(func)):
+            return func(*args, **kwargs)
+        return self.watched(func, args, kwargs)
+
+    def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that matters."""
+        raise NotImplementedError
+
+
+class FirstPass(Watch):
+    """Records kinks, and hooks every activation output to catch its gradient's direction."""
+
+    def __init__(self, norm: Norm, *, directions: bool, kinks: bool, reach: bool = False) -> None:
+        super().__init__(CallOrder())
+        self.norm, self.directions, self.kinks, self.reach = norm, directions, kinks, reach
+        self.calls: list[Call] = []
+
+    @property
+    def activations(self) -> list[Activation]:
+        """The activation outputs, in the order of the calls."""
+        return [call.activation for call in self.calls if call.activation is not None]
+
+    def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function, note its pieces, and hook its output."""
+        if self.order.recomputing():
+            return func(*args, **kwargs)
+        kink = KINKS.get(func) if self.kinks else None
+        out, memo = kink.record(func, args, kwargs) if kink is not None else (func(*args, **kwargs), None)
+        call = Call(func, memo, inplace=bool(args) and out is args[0])
+        self.order.advance()
+        self.calls.append(call)
+        if is_activation(func) and isinstance(out, Tensor) and out.is_floating_point():
+            out = with_graph(out)
+            call.activation = Activation(out, reach=self.reach)
+            self._catch(out, call.activation)
+        return out
+
+    def _catch(self, out: Tensor, activation: Activation) -> None:
+        order = 1 if self.norm == "l1" else 2
+
+        def hook(grad: Tensor) -> None:
+            activation.norm = torch.linalg.vector_norm(grad, ord=order)
+            if self.directions:
+                activation.direction = direction(grad, self.norm)
+
+        out.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+class SecondPass(Watch):
+    """Replays the kinks of a first pass and shifts every activation output by its factor times its direction."""
+
+    def __init__(self, first: FirstPass, factors: dict[Activation, float]) -> None:
+        super().__init__(first.order.again())
+        self.calls, self.factors = first.calls, factors
+
+    def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function on its recorded pieces, then shift its output."""
+        call = self._next(func)
+        kink = KINKS.get(func)
+        if call.inplace:
+            x = args[0]
+            if call.memo is not None and type(kink) is Masked:
+                out = x.mul_(call.memo)  # ReLU in place, the common case, needs no copy
+                return self._shift(out, call, fresh=True)
+            out = self._shift(self._run(func, kink, call, (x.clone(), *args[1:]), kwargs), call, fresh=False)
+            return x.copy_(out)
+        out = self._run(func, kink, call, args, kwargs)
+        return self._shift(out, call, fresh=call.memo is not None and type(kink) is Masked)
+
+    def _next(self, func: Function) -> Call:
+        index = self.order.position()
+        if index >= len(self.calls) or self.calls[index].func is not func:
+            raise PenaltyError(
+                "the second pass took another way through the model than the first; the closure must do the same "
+                "each time it is called with the same random state"
+            )
+        return self.calls[index]
+
+    def _run(self, func: Function, kink: Kink | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kink is None or call.memo is None:
+            return func(*args, **kwargs)
+        return kink.replay(call.memo, args, kwargs)
+
+    def _shift(self, out: Any, call: Call, *, fresh: bool) -> Any:
+        """Add the shift; in place where nobody else holds the output yet."""
+        activation = call.activation
+        if activation is None or activation.direction is None:
+            return out
+        factor = self.factors.get(activation, 0.0)
+        if not factor:
+            return out
+        if fresh:
+            return out.add_(activation.direction, alpha=factor)
+        return torch.add(out, activation.direction, alpha=factor)

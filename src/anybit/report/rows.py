@@ -1,0 +1,97 @@
+"""Rows on disk, with where they came from, and what they come to over several seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from anybit.errors import FileError, SpecError
+from anybit.files import read_json, write_json
+from anybit.spec import Bits, Row
+
+FORMAT = "anybit-rows/1"
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """What one experiment measured: the rows, their origin, and what a reader should know about them."""
+
+    title: str
+    rows: tuple[Row, ...]
+    origin: dict[str, Any]
+    notes: tuple[str, ...] = field(default=())
+    format: str = FORMAT
+
+
+def write_rows(path: str | Path, file: RowFile) -> None:
+    """Write rows as JSON, at once."""
+    values = {
+        "format": file.format,
+        "title": file.title,
+        "notes": list(file.notes),
+        "origin": file.origin,
+        "rows": [row.to_dict() for row in file.rows],
+    }
+    write_json(path, values)
+
+
+def read_rows(path: str | Path) -> RowFile:
+    """Read what `write_rows` wrote; an error names the file and the row."""
+    what = "rows.json of a run"
+    values = read_json(path, what=what)
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise FileError(f"{path}: not in the format {FORMAT!r}; {what} is expected here")
+    entries, notes, origin = values.get("rows"), values.get("notes"), values.get("origin")
+    if not isinstance(entries, list) or not isinstance(notes, list) or not isinstance(origin, dict):
+        raise FileError(f"{path}: rows and notes must be lists, origin a table; {what} is expected here")
+    if not entries:
+        raise FileError(f"{path}: holds no rows; run the experiment again")
+    rows = []
+    for index, entry in enumerate(entries):
+        try:
+            rows.append(_read_row(entry))
+        except SpecError as error:
+            raise FileError(f"{path}: row {index}: {error}") from error
+    return RowFile(str(values.get("title", "untitled")), tuple(rows), origin, tuple(map(str, notes)))
+
+
+def _read_row(entry: Any) -> Row:
+    if not isinstance(entry, dict):
+        raise SpecError(f"a row is a table with a label, a seed and so on; got {entry!r}")
+    row = Row.from_dict(entry)
+    Bits(row.weights, row.activations)
+    if not isinstance(row.label, str):
+        raise SpecError(f"label of a row must be a text, got {row.label!r}")
+    if not 0 <= row.accuracy <= 1:
+        raise SpecError(f"accuracy of a row is from 0 to 1, got {row.accuracy}")
+    return row
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Accuracy of one label at one pair of widths, over seeds."""
+
+    label: str
+    bits: Bits
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+def summarize(rows: Iterable[Row]) -> list[Summary]:
+    """Return mean, minimum and maximum over seeds, in the order in which labels and widths first appear.
+
+    >>> rows = [Row("a", s, 4, 4, accuracy=a, loss=1.0, n=9) for s, a in enumerate((0.5, 0.75))]
+    >>> [(s.mean, s.low, s.high, s.seeds) for s in summarize(rows)]
+    [(0.625, 0.5, 0.75, 2)]
+    """
+    groups: dict[tuple[str, Bits], list[float]] = {}
+    for row in rows:
+        groups.setdefault((row.label, row.bits), []).append(row.accuracy)
+    return [
+        Summary(label, bits, sum(values) / len(values), min(values), max(values), len(values))
+        for (label, bits), values in groups.items()
+    ]

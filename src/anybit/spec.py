@@ -1,0 +1,178 @@
+"""The frozen value types that everything else speaks in: `Bits`, `QuantSpec`, `Range`, `Row`.
+
+Nothing in here knows torch: the runtime without PyTorch uses the same types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from anybit.errors import SpecError
+
+FLOAT = 32
+"""The width that means "leave in floating point"."""
+
+NARROWEST, WIDEST = 2, 16
+
+
+def check_width(bits: int, what: str = "bits") -> int:
+    """Return `bits` if a tensor can be stored at that width, else say what would work.
+
+    >>> check_width(4)
+    4
+    >>> check_width(1)
+    Traceback (most recent call last):
+    anybit.errors.SpecError: bits must be 2 to 16, or 32 for floating point; got 1: use 2 for ternary
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int):
+        raise SpecError(f"{what} must be a whole number, got {bits!r}")
+    if bits == FLOAT or NARROWEST <= bits <= WIDEST:
+        return bits
+    hint = ": use 2 for ternary" if bits == 1 else ""
+    raise SpecError(f"{what} must be {NARROWEST} to {WIDEST}, or {FLOAT} for floating point; got {bits}{hint}")
+
+
+@dataclass(frozen=True, order=True)
+class Bits:
+    """A pair of widths, one for the weights and one for the activations.
+
+    >>> Bits(4, 8)
+    Bits(weights=4, activations=8)
+    >>> str(Bits(4, 8)), str(Bits(32, 32))
+    ('W4A8', 'FP')
+    >>> Bits.parse("w4a8") == Bits.parse("4,8") == Bits(4, 8)
+    True
+    """
+
+    weights: int = FLOAT
+    activations: int = FLOAT
+
+    def __post_init__(self) -> None:
+        check_width(self.weights, "weights")
+        check_width(self.activations, "activations")
+
+    @classmethod
+    def parse(cls, text: str) -> Bits:
+        """Read `"w4a8"`, `"4,8"`, or `"fp"`."""
+        if text.strip().lower() in ("fp", "fp32", "float"):
+            return cls()
+        match = re.fullmatch(r"\s*[wW]?(\d+)\s*(?:[aA]|,|/)\s*(\d+)\s*", text)
+        if match is None:
+            raise SpecError(f"a pair of widths looks like W4A8 or 4,8 (or FP); got {text!r}")
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        if self.weights == self.activations == FLOAT:
+            return "FP"
+        return f"W{self.weights}A{self.activations}"
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How one tensor is put on a uniform grid.
+
+    `symmetric` grids have zero in the middle and drop the lowest code, so that `-x` is representable whenever
+    `x` is; `signed=False` is for tensors that are never negative (after a ReLU). `axis` is the dimension that
+    gets a scale of its own per index, or `None` for one scale per tensor.
+
+    >>> QuantSpec(bits=4).levels
+    (-7, 7)
+    >>> QuantSpec(bits=4, signed=False).levels, QuantSpec(bits=4, symmetric=False).levels
+    ((0, 15), (0, 15))
+    """
+
+    bits: int
+    symmetric: bool = True
+    signed: bool = True
+    axis: int | None = None
+
+    def __post_init__(self) -> None:
+        check_width(self.bits)
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """The lowest and the highest code."""
+        if self.bits == FLOAT:
+            raise SpecError("a tensor in floating point has no levels; check `bits` before asking")
+        if self.symmetric and self.signed:
+            high = 2 ** (self.bits - 1) - 1
+            return -high, high
+        return 0, 2**self.bits - 1
+
+    def with_bits(self, bits: int) -> QuantSpec:
+        """Return the same grid at another width."""
+        return dataclasses.replace(self, bits=bits)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The interval that a tensor is expected to stay in, and where that expectation came from.
+
+    >>> Range(0.0, 2.5, "batch norm")
+    Range(low=0.0, high=2.5, source='batch norm')
+    >>> Range(1.0, -1.0, "typo")
+    Traceback (most recent call last):
+    anybit.errors.SpecError: a range goes from low to high, both finite; got 1.0 to -1.0 (typo)
+    """
+
+    low: float
+    high: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
+            raise SpecError(
+                f"a range goes from low to high, both finite; got {self.low} to {self.high} ({self.source})"
+            )
+
+    def __str__(self) -> str:
+        return f"[{self.low:.4g}, {self.high:.4g}]"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: this network at these widths scored this much on so many examples."""
+
+    label: str
+    seed: int
+    weights: int
+    activations: int
+    accuracy: float
+    loss: float
+    n: int
+    kl: float | None = None
+    """Mean Kullback-Leibler divergence from the floating-point predictions to these, in nats."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise SpecError(f"a row is measured on at least one example, got n={self.n}")
+
+    @property
+    def bits(self) -> Bits:
+        """The widths as one value."""
+        return Bits(self.weights, self.activations)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Row:
+        """Read what `to_dict` wrote; unknown or missing fields are an error that names them."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        if unknown := sorted(set(values) - set(fields)):
+            raise SpecError(f"a row has no field {unknown[0]!r}; it has {', '.join(fields)}")
+        if missing := sorted(required - set(values)):
+            raise SpecError(f"a row lacks {', '.join(missing)}")
+        for name in ("seed", "weights", "activations", "n"):
+            if isinstance(values[name], bool) or not isinstance(values[name], int):
+                raise SpecError(f"{name} of a row must be a whole number, got {values[name]!r}")
+        for name in ("accuracy", "loss"):
+            if isinstance(values[name], bool) or not isinstance(values[name], int | float):
+                raise SpecError(f"{name} of a row must be a number, got {values[name]!r}")
+        return cls(**values)

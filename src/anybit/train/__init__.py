@@ -1,0 +1,1 @@
+"""Recipes, schedules, the training loop and the run folder."""

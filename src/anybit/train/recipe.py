@@ -1,0 +1,146 @@
+"""What a training run is made of, frozen, read from TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from anybit.errors import RecipeError, SpecError
+from anybit.files import read_text
+from anybit.train.strict import from_mapping
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise SpecError(f"{name} must be above zero, got {value}")
+
+
+def _not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise SpecError(f"{name} must be zero or more, got {value}")
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """Which network; `width` multiplies its channel counts."""
+
+    name: str
+    width: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(width=self.width)
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """Which data: a known name, or the path of an .npz file."""
+
+    name: str
+    batch: int = 64
+    augment: bool = True
+
+    def __post_init__(self) -> None:
+        _positive(batch=self.batch)
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """How the weights move: the optimizer, its learning rate, and the shape that the rate follows."""
+
+    name: Literal["sgd", "adam"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup: int = 0
+    """Epochs over which the rate rises from zero."""
+
+    def __post_init__(self) -> None:
+        _positive(lr=self.lr)
+        _not_negative(momentum=self.momentum, weight_decay=self.weight_decay, warmup=self.warmup)
+        if self.momentum >= 1:
+            raise SpecError(f"momentum must be below one, got {self.momentum}")
+
+
+@dataclass(frozen=True)
+class PenaltyRecipe:
+    """The penalties and their strengths; zero is off.
+
+    `weight` and `activation` belong to the gradient penalty, whose other settings are those of `GradientPenalty`.
+    """
+
+    weight: float = 0.0
+    activation: float = 0.0
+    norm: Literal["l1", "l2"] = "l1"
+    engine: Literal["two-pass", "double-backward"] = "two-pass"
+    objective: Literal["penalty", "worst-case"] = "penalty"
+    scale: Literal["none", "range"] = "none"
+    every: int = 1
+    orthogonal: float = 0.0
+    kurtosis: float = 0.0
+    noise: bool = False
+    start: int = 0
+    """The epoch in which the penalties are switched on; the first is 0."""
+    ramp: int = 0
+    """Epochs over which the strengths rise from there."""
+
+    def __post_init__(self) -> None:
+        _not_negative(weight=self.weight, activation=self.activation, start=self.start, ramp=self.ramp)
+        _not_negative(orthogonal=self.orthogonal, kurtosis=self.kurtosis)
+        _positive(every=self.every)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is penalized at all."""
+        return self.noise or max(self.weight, self.activation, self.orthogonal, self.kurtosis) > 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run. The same recipe and seed give the same weights."""
+
+    name: str
+    epochs: int
+    model: ModelRecipe
+    data: DataRecipe
+    seed: int = 0
+    init: str | None = None
+    """A checkpoint to start from, instead of random weights."""
+    optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
+    penalty: PenaltyRecipe = field(default_factory=PenaltyRecipe)
+
+    def __post_init__(self) -> None:
+        _positive(epochs=self.epochs)
+        _not_negative(seed=self.seed)
+        if self.seed >= 2**63:
+            raise SpecError(f"seed must be below 2**63, got {self.seed}")
+        if not self.name or set(self.name) & set("/\\\0"):
+            raise SpecError(f"name is used as a folder and must be a plain word, got {self.name!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def parse_recipe(values: dict[str, Any], *, source: str = "recipe") -> Recipe:
+    """Build a recipe from plain values; the error names the source and the key."""
+    try:
+        return from_mapping(Recipe, values)
+    except RecipeError as error:
+        raise RecipeError(f"{source}: {error}") from error
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read a recipe from a TOML file."""
+    text = read_text(path, what="a recipe in TOML", error=RecipeError)
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # broken, or numbers and brackets without end
+        raise RecipeError(f"{path}: not valid TOML: {error}") from error
+    return parse_recipe(values, source=str(path))

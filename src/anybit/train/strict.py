@@ -1,0 +1,81 @@
+"""From TOML to frozen dataclasses, strictly: an unknown key or a wrong type is an error that names the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from anybit.errors import RecipeError, SpecError
+
+T = TypeVar("T")
+
+
+def from_mapping(cls: type[T], values: dict[str, Any], *, where: str = "") -> T:
+    """Build the dataclass `cls` from plain values, checking every key and type on the way down.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Point:
+    ...     x: int
+    ...     label: str = "here"
+    >>> from_mapping(Point, {"x": 3})
+    Point(x=3, label='here')
+    >>> from_mapping(Point, {"x": 3, "lable": "there"})
+    Traceback (most recent call last):
+    anybit.errors.RecipeError: unknown key 'lable'; did you mean 'label'?
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            close = get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f"did you mean {where + close[0]!r}?" if close else f"valid keys are {', '.join(fields)}"
+            raise RecipeError(f"unknown key {where + key!r}; {hint}")
+    converted = {key: _convert(hints[key], value, where + key) for key, value in values.items()}
+    missing = [
+        name for name, field in fields.items()
+        if name not in converted
+        and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]  # fmt: skip
+    if missing:
+        raise RecipeError(f"missing key {where + missing[0]!r}")
+    try:
+        return cls(**converted)
+    except SpecError as error:
+        raise RecipeError(f"{where}{error}") from error
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise RecipeError(f"{key!r} must be a table ([{key}]), got {value!r}")
+        return from_mapping(typing.cast(type[Any], hint), value, where=f"{key}.")
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = [a for a in arguments if a is not type(None)]
+        return _convert(inner, value, key)
+    if origin is typing.Literal:
+        if value in arguments and not isinstance(value, bool):
+            return value
+        close = get_close_matches(str(value), [str(a) for a in arguments], n=1)
+        hint_text = f"; did you mean {close[0]!r}?" if close else ""
+        raise RecipeError(f"{key!r} must be one of {', '.join(map(str, arguments))}; got {value!r}{hint_text}")
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise RecipeError(f"{key!r} must be a list, got {value!r}")
+        return tuple(_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise RecipeError(f"{key!r} must be a number that fits in 64 bits, got {value}") from error
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise RecipeError(f"{key!r} must be {_spoken(hint)}, got {value!r}")
+    return value
+
+
+def _spoken(hint: type) -> str:
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    return names.get(hint, hint.__name__)

@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from anybit.errors import CheckpointError, FileError
+from anybit.models import MODELS, build_model
+from anybit.train.checkpoint import FORMAT, load_model, load_weights, read_checkpoint, save_checkpoint
+
+ABOUT: dict[str, Any] = {
+    "model": {"name": "small-conv", "channels": 1, "classes": 10, "width": 0.25},
+    "seed": 3,
+    "note": "λ",
+}
+State = dict[str, Tensor]
+
+
+def make(seed: int = 0, *, width: float = 0.25) -> nn.Module:
+    """A network whose buffers are not at their defaults either."""
+    torch.manual_seed(seed)
+    model = build_model("small-conv", channels=1, classes=10, width=width)
+    with torch.no_grad():
+        model.train()(torch.randn(8, 1, 8, 8))
+    return model
+
+
+def state_of(model: nn.Module) -> State:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(a: State, b: State) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_checkpoint(path, make(), ABOUT)
+    return path
+
+
+def refused(path: Path, *, match: str | None = None, width: float = 0.25) -> str:
+    """Check that both ways of loading refuse a file, in one line with the path, and leave the model alone."""
+    model = make(1, width=width)
+    before = state_of(model)
+    with pytest.raises(CheckpointError, match=match) as caught:
+        load_weights(path, model)
+    assert same(state_of(model), before)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def rewrite(path: Path, change: Callable[[State], Any], header: dict[str, str] | None = None) -> None:
+    tensors = safetensors.torch.load_file(path)
+    change(tensors)
+    about = {"format": FORMAT, "about": json.dumps(ABOUT)}
+    safetensors.torch.save_file(tensors, path, metadata=about if header is None else header)
+
+
+def test_every_entry_comes_back_bit_for_bit(path: Path) -> None:
+    want = state_of(make())
+    assert any(name.endswith("running_var") for name in want)
+    assert any(name.endswith("num_batches_tracked") for name in want)
+    model = make(1)
+    assert not same(state_of(model), want)
+    assert load_weights(path, model) == ABOUT
+    assert same(state_of(model), want)
+    built, about = load_model(path)
+    assert about == ABOUT
+    assert same(state_of(built), want)
+    x = torch.randn(3, 1, 8, 8)
+    assert torch.equal(built.eval()(x), make().eval()(x))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet50"])
+def test_every_model_can_be_built_again_from_its_checkpoint(name: str, tmp_path: Path) -> None:
+    shape = {"name": name, "channels": 3, "classes": 7, "width": 0.125}
+    torch.manual_seed(0)
+    model = build_model(**shape)
+    save_checkpoint(tmp_path / "a", model, {"model": shape})
+    torch.manual_seed(1)
+    again, _ = load_model(tmp_path / "a")
+    assert same(state_of(again), state_of(model))
+    assert not any(tensor.is_meta for tensor in [*again.parameters(), *again.buffers()])
+
+
+def test_odd_memory_layouts_and_rare_values_survive(tmp_path: Path) -> None:
+    model = make()
+    with torch.no_grad():
+        model.classifier.weight = nn.Parameter(torch.randn(16, 10).t())  # not contiguous
+        model.classifier.bias[:4] = torch.tensor([-0.0, 1e-45, 3.4e38, -3.4e38])
+    save_checkpoint(tmp_path / "a", model, ABOUT)
+    again, _ = load_model(tmp_path / "a")
+    assert same(state_of(again), state_of(model))
+    assert torch.signbit(again.classifier.bias[0])
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100, 1000, 3000, -1000, -100, -4, -1])
+def test_a_file_cut_short(length: int, path: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(raw[:length])
+    refused(path, match="not a whole safetensors file")
+    with pytest.raises(CheckpointError, match="not a whole"):
+        load_model(path)
+
+
+def test_a_file_with_more_behind_its_end(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+    refused(path, match="not a whole safetensors file")
+
+
+@pytest.mark.parametrize(("mask", "every"), [(0x01, 2), (0x10, 5), (0xFF, 7)])
+def test_flipped_bytes_in_the_header_never_load_other_weights(mask: int, every: int, path: Path) -> None:
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    want, model = state_of(make()), make(1)
+    before = state_of(model)
+    survived = 0
+    for position in range(0, 8 + size, every):
+        damaged = bytearray(raw)
+        damaged[position] ^= mask
+        path.write_bytes(damaged)
+        message = None
+        try:
+            load_weights(path, model)
+        except CheckpointError as error:
+            message = str(error)
+        if message is not None:
+            assert message.startswith(f"{path}: "), position
+            assert same(state_of(model), before), position
+        else:  # the byte was inside a value that the header only carries along
+            survived += 1
+            assert same(state_of(model), want), position
+            model.load_state_dict(before)
+    assert survived <= len(json.dumps(json.dumps(ABOUT))) + 8  # the text of `about`, and blanks at the end
+
+
+@pytest.mark.parametrize("position", range(8))
+def test_flipped_bytes_in_the_length_of_the_header(position: int, path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 0xFF
+    path.write_bytes(raw)
+    refused(path, match="not a whole safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("classifier.bias"), "lacks classifier.bias"),
+        (lambda s: s.pop("features.1.running_mean"), "lacks features.1.running_mean"),
+        (lambda s: s.update(extra=torch.zeros(2)), "has extra, which the model lacks"),
+        (lambda s: s.update(extra=torch.full((2,), float("nan"))), "has extra, which the model lacks"),
+        (
+            lambda s: s.update({"classifier.bias": torch.zeros(11)}),
+            r"classifier.bias is \(11,\), the model has \(10,\)",
+        ),
+        (lambda s: s.update({"classifier.weight": s["classifier.weight"].t().contiguous()}), "the model has"),
+        (lambda s: s.update({"classifier.bias": torch.zeros(10, dtype=torch.int32)}), "is torch.int32, the model has"),
+        (
+            lambda s: s.update({"classifier.bias": torch.full((10,), 1e300, dtype=torch.float64)}),
+            "is torch.float64, the model has",
+        ),
+        (lambda s: s["classifier.bias"].fill_(float("nan")), "classifier.bias has infinite or NaN entries"),
+        (lambda s: s["features.0.weight"].view(-1)[-1:].fill_(-float("inf")), "features.0.weight has infinite or NaN"),
+        (lambda s: s["features.1.running_var"][:1].fill_(float("nan")), "features.1.running_var has infinite or NaN"),
+    ],
+)
+def test_weights_that_do_not_fit(change: Callable[[State], Any], message: str, path: Path) -> None:
+    rewrite(path, change)
+    refused(path, match=message)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_many_problems_are_counted_and_the_line_stays_short(path: Path) -> None:
+    message = refused(path, match="more", width=0.5)
+    assert "use a checkpoint of the same model and width" in message
+    assert len(message) < 400 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({}, "no format at all"),
+        ({"format": "anybit-checkpoint/99", "about": "{}"}, "the header says 'anybit-checkpoint/99', this version"),
+        ({"format": FORMAT}, "the header cannot be read"),
+        ({"format": FORMAT, "about": "{"}, "the header cannot be read"),
+        ({"format": FORMAT, "about": "[]"}, "no table in it"),
+        ({"format": FORMAT, "about": "[" * 100_000}, "the header cannot be read"),
+    ],
+    ids=["none", "format", "no about", "broken about", "list", "too deep"],
+)
+def test_headers_that_cannot_be_used(header: dict[str, str], message: str, path: Path) -> None:
+    rewrite(path, lambda s: None, header)
+    refused(path, match=message)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        None,
+        "small-conv",
+        {},
+        {"name": "small-conv", "channels": 1, "classes": 10},
+        {"name": "no-such-model", "channels": 1, "classes": 10, "width": 0.25},
+        {"name": ["small-conv"], "channels": 1, "classes": 10, "width": 0.25},
+        {"name": "small-conv", "channels": "one", "classes": 10, "width": 0.25},
+        {"name": "small-conv", "channels": -1, "classes": 10, "width": 0.25},
+        {"name": "small-conv", "channels": 1, "classes": 11, "width": 0.25},
+        {"name": "small-conv", "channels": 1, "classes": 10**12, "width": 0.25},  # would be 64 TB
+        {"name": "small-conv", "channels": 1, "classes": 10, "width": 1e9},
+        {"name": "small-conv", "channels": 1, "classes": 10, "width": 1e300},
+        {"name": "small-conv", "channels": 1, "classes": 10, "width": "wide"},
+        {"name": "resnet18", "channels": 1, "classes": 10, "width": 0.25},
+    ],
+)
+def test_a_header_that_asks_for_another_model_builds_nothing(shape: Any, path: Path) -> None:
+    save_checkpoint(path, make(), {"model": shape})
+    with pytest.raises(CheckpointError) as caught:
+        load_model(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_no_memory_is_taken_before_the_shapes_are_compared(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[bool] = []
+
+    def spy(*args: Any, **kwargs: Any) -> nn.Module:
+        model = build_model(*args, **kwargs)
+        built.append(all(parameter.is_meta for parameter in model.parameters()))
+        return model
+
+    monkeypatch.setattr("anybit.train.checkpoint.build_model", spy)
+    load_model(path)
+    assert built == [True, False]
+    save_checkpoint(path, make(), {"model": {**ABOUT["model"], "classes": 10**6}})
+    with pytest.raises(CheckpointError, match=r"classifier.weight is \(10, 16\), the model has \(1000000, 16\)"):
+        load_model(path)
+    assert built == [True, False, True]
+
+
+def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("these are not the weights you are looking for\n" * 100)
+    torch.save({"a": torch.zeros(3)}, tmp_path / "pickle")
+    for name, message in (
+        ("missing", "no such file; a checkpoint"),
+        ("folder", "is a folder; a checkpoint"),
+        ("text", "not a whole safetensors file"),
+        ("text/below", "no such file"),
+        ("pickle", "not a whole safetensors file"),
+    ):
+        refused(tmp_path / name, match=message)
+        with pytest.raises(CheckpointError, match=message):
+            load_model(tmp_path / name)
+
+
+def test_no_pickle_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path(tmp_path / "boom").touch, ()
+
+    torch.save(Bomb(), path)
+    refused(path)
+    assert not (tmp_path / "boom").exists()
+
+
+def test_an_interrupted_save_leaves_the_old_file(path: Path) -> None:
+    raw = path.read_bytes()
+    model = make(1)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_checkpoint(path, model, {"loss": float("nan")})
+    tied = make(1)
+    tied.hidden[0].weight = nn.Parameter(torch.zeros(16, 16))
+    tied.register_parameter("again", tied.hidden[0].weight)
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_checkpoint(path, tied, ABOUT)
+    assert path.read_bytes() == raw
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_save_stopped_while_it_renames_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = path.read_bytes()
+    seen: list[int] = []
+
+    def stop(beside: Path, target: Path) -> None:
+        seen.append(beside.stat().st_size)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(path, make(1), ABOUT)
+    assert seen == [len(raw)]  # the new file was whole, and beside the old one
+    assert path.read_bytes() == raw
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    for path in (tmp_path / "file" / "model", tmp_path / ("x" * 250)):
+        with pytest.raises(FileError, match="cannot") as caught:
+            save_checkpoint(path, make(), ABOUT)
+        assert str(tmp_path) in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_saving_over_the_file_that_was_read(path: Path) -> None:
+    tensors, about = read_checkpoint(path)
+    model, _ = load_model(path)
+    with torch.no_grad():
+        model.classifier.bias.add_(1)
+    want = tensors["classifier.bias"] + 1
+    save_checkpoint(path, model, about)
+    assert torch.equal(load_model(path)[0].classifier.bias, want)

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from cases import CASES, Case, images, warmed_up
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import anybit
+from anybit.errors import AnybitError, CaptureError, DataError, RangeError, SpecError
+from anybit.models import build_model
+from anybit.quant.points import ActivationPoint, InputPoint, WeightPoint
+from anybit.quant.uniform import fake_quantize, make_grid, quantize_tensor
+from anybit.spec import QuantSpec
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return warmed_up(build_model("small-conv", channels=1, classes=10, width=0.5), images(1, 8, 8)).eval()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_full_precision_is_the_original_at_any_batch_size(case: Case) -> None:
+    torch.manual_seed(0)
+    model = case.build()
+    flags = [module.training for module in model.modules()]
+    before = copy.deepcopy(model.state_dict())
+    data = None if case.data_free else [(case.inputs(8), None) for _ in range(2)]
+    net = anybit.prepare(model, case.inputs(1), calibration=data)
+    assert [module.training for module in model.modules()] == flags
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    model.eval()
+    for n in (1, 2, 7):
+        inputs = case.inputs(n)
+        with torch.no_grad():
+            torch.testing.assert_close(case.run(net, inputs), case.run(model, inputs), rtol=1e-5, atol=1e-5)
+    net.set_bits(weights=4, activations=4)
+    with torch.no_grad():
+        case.run(net, case.inputs(3))
+
+
+def test_the_simulation_is_what_one_would_write_by_hand() -> None:
+    torch.manual_seed(0)
+    conv, norm, head = nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Linear(3, 2)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 0.5, 2.0]))
+        norm.bias.copy_(torch.tensor([0.0, 1.0, -1.0]))
+        norm.running_var.fill_(4.0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = conv, norm, head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+    net = anybit.prepare(Net().eval(), torch.rand(2, 1, 6, 6), input_range=(0.0, 1.0))
+    net.set_bits(weights=4, activations=3)
+    x = torch.rand(5, 1, 6, 6)
+    factor = norm.weight / torch.sqrt(norm.running_var + norm.eps)
+    weight = quantize_tensor((conv.weight * factor.view(-1, 1, 1, 1)).detach(), QuantSpec(4))
+    bias = norm.bias - norm.running_mean * factor
+    x8 = fake_quantize(x, *make_grid(torch.tensor(0.0), torch.tensor(1.0), QuantSpec(8, signed=False)))
+    y = torch.relu(nn.functional.conv2d(x8, weight, bias)).mean((2, 3))
+    top = torch.tensor(-1.0 + 6 * 2.0)  # the channel that reaches furthest: beta + 6 gamma
+    y3 = fake_quantize(y, *make_grid(torch.tensor(0.0), top, QuantSpec(3, signed=False)))
+    want = nn.functional.linear(y3, quantize_tensor(head.weight.detach(), QuantSpec(4)), head.bias)
+    torch.testing.assert_close(net(x), want)
+
+
+def test_the_plan_lists_every_point_once_and_prints() -> None:
+    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1))
+    kinds = [entry.kind for entry in net.plan]
+    assert kinds.count("weight") == 8  # six convolutions and two linear layers
+    assert kinds.count("input") == 1
+    assert kinds.count("activation") == 7  # what feeds the other seven layers
+    assert len({entry.name for entry in net.plan}) == len(net.plan)
+    net.set_bits(weights=4, activations=6)
+    text = str(net.plan)
+    assert len(text.splitlines()) == len(net.plan) + 2
+    assert "batch norm features.1" in text
+    assert {p.bits for p in net.points if isinstance(p, WeightPoint)} == {4}
+    assert {p.bits for p in net.points if isinstance(p, ActivationPoint) and not isinstance(p, InputPoint)} == {6}
+    assert {p.bits for p in net.points if isinstance(p, InputPoint)} == {8}
+
+
+def test_without_a_range_the_input_stays_in_floating_point_and_the_plan_says_so() -> None:
+    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8))
+    assert net.unranged == ["x"]
+    assert "stays in floating point" in str(net.plan)
+
+
+widths = st.tuples(*[st.one_of(st.integers(2, 16), st.just(32))] * 2)
+_NET = anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1), per_channel=True)
+_X = torch.rand(4, 1, 8, 8)
+_WANT = _NET(_X).detach()
+
+
+@given(st.lists(widths, max_size=6))
+@settings(deadline=None, max_examples=60)
+def test_any_sequence_of_widths_then_32_is_bit_for_bit_the_start(sequence: list[tuple[int, int]]) -> None:
+    for weights, activations in sequence:
+        _NET.set_bits(weights=weights, activations=activations)
+        with torch.no_grad():
+            _NET(_X)
+    _NET.set_bits(weights=32, activations=32)
+    assert torch.equal(_NET(_X), _WANT)
+
+
+def test_at_restores_the_widths_also_when_the_body_raises() -> None:
+    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8))
+    net.set_bits(weights=6, activations=5)
+    with net.at(weights=2, activations=2):
+        assert net.bits == anybit.Bits(2, 2)
+    assert net.bits == anybit.Bits(6, 5)
+    with pytest.raises(RuntimeError, match="to be a tensor"), net.at(weights=2, activations=2):
+        net("not a tensor")
+    assert net.bits == anybit.Bits(6, 5)
+    assert {p.bits for p in net.points if isinstance(p, WeightPoint)} == {6}
+
+
+@pytest.mark.parametrize(("weights", "activations"), [(1, 8), (8, 17), (0, 0), (4.5, 8), (32, 1)])
+def test_bad_widths_change_nothing(weights: int, activations: int) -> None:
+    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8))
+    net.set_bits(weights=4, activations=4)
+    want = net(_X)
+    with pytest.raises(SpecError, match="must be"):
+        net.set_bits(weights=weights, activations=activations)
+    assert net.bits == anybit.Bits(4, 4)
+    assert torch.equal(net(_X), want)
+
+
+def test_the_network_has_weights_of_its_own() -> None:
+    model = small()
+    net = anybit.prepare(model, torch.randn(2, 1, 8, 8))
+    want = net(_X)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.zero_()
+    assert torch.equal(net(_X), want)
+
+
+def test_training_through_the_grid_moves_the_master_weights() -> None:
+    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1))
+    net.set_bits(weights=3, activations=4)
+    before = net(_X).detach()
+    loss = nn.functional.cross_entropy(net(_X), torch.arange(4))
+    loss.backward()
+    masters = [p.master for p in net.points if isinstance(p, WeightPoint)]
+    assert all(m.grad is not None and bool((m.grad != 0).any()) for m in masters)
+    torch.optim.SGD(net.parameters(), lr=0.5).step()
+    with torch.no_grad():
+        after = net(_X)
+        assert not torch.equal(after, before)
+    torch.testing.assert_close(net(_X), after, rtol=0, atol=0)  # the cache saw that the master moved
+
+
+def error_of(model: nn.Module, **options: bool) -> float:
+    x = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    want = model(x).detach()
+    net = anybit.prepare(model, x[:2], input_range=(0, 1), **options)
+    net.set_bits(weights=4, activations=8)
+    with torch.no_grad():
+        return float((net(x) - want).pow(2).mean())
+
+
+def test_per_channel_errs_less_where_one_channel_stands_out() -> None:
+    model = small()
+    with torch.no_grad():
+        model.features[0].weight[0] *= 30
+        model.features[1].running_var[0] *= 30**2
+        model.features[1].weight[0] *= 30
+    assert error_of(model, per_channel=True) < error_of(model)
+
+
+def test_asymmetric_errs_less_where_weights_are_lopsided() -> None:
+    model = small()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                module.weight.copy_(module.weight.abs())
+    warmed_up(model, images(1, 8, 8)).eval()
+    assert error_of(model, symmetric=False) < error_of(model)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def test_without_batch_norm_the_points_are_named_and_calibration_helps() -> None:
+    model = Bare()
+    with pytest.raises(RangeError, match="calibration=loader") as caught:
+        anybit.prepare(model, torch.randn(2, 4))
+    assert caught.value.problems == ("relu",)
+    data = torch.randn(100, 4)
+    net = anybit.prepare(model, data[:2], calibration=[(data[:50], None), data[50:]])
+    hidden = torch.relu(model.a(data)).detach()
+    ranges = {entry.name: entry.range for entry in net.plan}
+    assert ranges["x"] is not None
+    assert ranges["relu"] is not None
+    assert ranges["x"].low == pytest.approx(float(data.min()))
+    assert ranges["relu"].high == pytest.approx(float(hidden.max()))
+    assert net.unranged == []
+    with pytest.raises(DataError, match="saw no data"):
+        anybit.prepare(model, data[:2], calibration=[])
+    with pytest.raises(SpecError, match="one of min-max"):
+        anybit.prepare(model, data[:2], calibration=[data], method="guess")
+
+
+class Fixed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(4, -1)
+
+
+class ByValue(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if bool(x.sum() > 0) else -x
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.stem(x))
+
+
+def test_networks_that_cannot_be_captured_say_where_and_why() -> None:
+    with pytest.raises(CaptureError, match="fixed at 4"):
+        anybit.prepare(Holder(Fixed()), torch.randn(4, 4))
+    with pytest.raises(CaptureError, match="inner") as caught:
+        anybit.prepare(Holder(ByValue()), torch.randn(4, 4))
+    assert len(caught.value.problems) == 1
+    with pytest.raises(CaptureError, match=r"torch\.nn\.Module is expected"):
+        anybit.prepare(torch.relu, torch.randn(4, 4))  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match="at least one tensor"):
+        anybit.prepare(Bare(), ())
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    model = Bare()
+    with torch.no_grad():
+        model.a.weight[0, 0] = float("nan")
+    with pytest.raises(AnybitError, match=r"a\.weight has infinite or NaN"):
+        anybit.prepare(model, torch.randn(2, 4), calibration=[torch.randn(4, 4)])
