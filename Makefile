@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench setup clean
+.PHONY: demo test check bench bench-penalty setup clean
 
 demo: $(READY)
 	@$(BIN)/anybit demo
@@ -20,6 +20,9 @@ check: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/import_time.py
+
+bench-penalty: $(READY)
+	@$(BIN)/python benchmarks/penalty.py
 
 setup: $(READY)
 

@@ -1,10 +1,8 @@
 """The penalty in a Hugging Face Accelerate loop, with gradient accumulation: what replaces `accelerator.backward`.
 
 Needs `pip install 'anybit[examples]'`. Run `python examples/accelerate_loop.py`, or in two processes
-`accelerate launch --cpu --num_processes 2 --num_machines 1 examples/accelerate_loop.py`.
+`torchrun --nproc_per_node 2 examples/accelerate_loop.py`.
 """
-
-# ruff: noqa: B023 - the closure runs at once, not after the loop has moved on
 
 from __future__ import annotations
 
@@ -66,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[nn.Module, list[float]]:
     accelerator = make_accelerator(args.accumulate)
     model, (loader, _) = network(), digits()
     losses = train(accelerator, model, loader, epochs=args.epochs)
+    accelerator.end_training()
     accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} batches")
     return model, losses
 

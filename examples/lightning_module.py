@@ -1,7 +1,7 @@
 """The penalty in PyTorch Lightning: a mixin with one method, called where `manual_backward` would be.
 
-Needs `pip install 'anybit[examples]'`. Run `python examples/lightning_module.py`; one device or several under DDP, in
-any precision that Lightning trains in.
+Needs `pip install 'anybit[examples]'`. Run `python examples/lightning_module.py`, or in two processes with
+`--devices 2`. For one device or DDP, in full or mixed precision.
 """
 
 from __future__ import annotations

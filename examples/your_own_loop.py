@@ -4,8 +4,6 @@ A small convolutional network on scikit-learn's digits, in seconds on a laptop. 
 `python examples/your_own_loop.py` and `python examples/your_own_loop.py --no-penalty`.
 """
 
-# ruff: noqa: B023 - the closure runs at once, not after the loop has moved on
-
 from __future__ import annotations
 
 import argparse

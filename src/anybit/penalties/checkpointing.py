@@ -64,6 +64,10 @@ class CallOrder:
             )
         return True
 
+    def in_region(self) -> bool:
+        """Tell whether the running call may come again in the backward pass."""
+        return in_backward() or current_region() is not None
+
     def advance(self) -> int:
         """Count a call of the forward pass and return its number."""
         region = current_region()

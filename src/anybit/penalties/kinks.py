@@ -171,14 +171,32 @@ class MaxPool(Kink):
         """Ask for the indices, whether or not the caller did."""
         wanted = self.always or bool(kwargs.get("return_indices", False))
         out, index = self.function(*args, **{**kwargs, "return_indices": True})
-        return ((out, index) if wanted else out), (index, wanted)
+        return ((out, index) if wanted else out), (index.to(torch.int32), wanted)
 
     def replay(self, memo: tuple[Tensor, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the entries that were the maxima."""
         index, wanted = memo
         x: Tensor = args[0]
-        out = x.flatten(-self.dims).gather(-1, index.flatten(-self.dims)).view(index.shape)
-        return (out, index) if wanted else out
+        out: Tensor = _Take.apply(x, index, self.dims)  # type: ignore[no-untyped-call]
+        return (out, index.to(torch.int64)) if wanted else out
+
+
+class _Take(torch.autograd.Function):
+    """`x.gather` over the last dimensions taken as one, keeping the index in four bytes instead of eight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, dims: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.dims = x.shape, dims
+        return x.flatten(-dims).gather(-1, index.flatten(-dims).to(torch.int64)).view(index.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        out = grads[0].new_zeros(ctx.shape)
+        flat = index.flatten(-ctx.dims).to(torch.int64)
+        out.view(*ctx.shape[: -ctx.dims], -1).scatter_add_(-1, flat, grads[0].flatten(-ctx.dims))
+        return out, None, None
 
 
 class ExtremeAlong(Kink):

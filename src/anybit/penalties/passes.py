@@ -25,7 +25,7 @@ def direction(grad: Tensor, norm: Norm) -> Tensor:
     (tensor([ 1,  0, -1], dtype=torch.int8), tensor([ 0.6000, -0.8000]))
     """
     if norm == "l1":
-        return torch.sign(grad).to(torch.int8)
+        return torch.gt(grad, 0).view(torch.int8) - torch.lt(grad, 0).view(torch.int8)
     length = torch.linalg.vector_norm(grad)
     unit: Tensor = grad / length.clamp(min=torch.finfo(grad.dtype).tiny)
     return unit
@@ -173,6 +173,7 @@ class SecondPass(Watch):
         factor = self.factors.get(activation, 0.0)
         if not factor:
             return out
-        if fresh:
-            return out.add_(activation.direction, alpha=factor)
-        return torch.add(out, activation.direction, alpha=factor)
+        shift = activation.direction
+        if not self.order.in_region():
+            activation.direction = None  # one byte less per entry while the graph grows
+        return out.add_(shift, alpha=factor) if fresh else torch.add(out, shift, alpha=factor)

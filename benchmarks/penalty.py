@@ -1,0 +1,193 @@
+"""What a penalized step costs, against a plain one, in one interleaved run.
+
+    make bench-penalty
+
+Batch 128 on 32x32 images, VGG-like and ResNet-18 at a quarter of the width and in full. Rows: plain, two-pass,
+two-pass every fourth step, double backward as one would write it by hand, and an l-infinity SAM step by hand. Prints
+the ratio of medians to the plain step with its spread and writes results/penalty-cost.json. Peak memory is measured
+in a process of its own per row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from anybit.files import write_json
+from anybit.models import build_model
+from anybit.penalties.gradient import GradientPenalty
+from anybit.provenance import origin
+
+BATCH = 128
+NETWORKS = [("vgg-like", 0.25), ("resnet18-cifar", 0.25), ("vgg-like", 1.0), ("resnet18-cifar", 1.0)]
+LAMBDA = 1e-3
+
+
+def plain(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    return lambda: F.cross_entropy(model(x), y).backward()
+
+
+def two_pass(model: nn.Module, x: Tensor, y: Tensor, every: int = 1) -> Callable[[], None]:
+    penalty = GradientPenalty(model, weight=LAMBDA, activation=LAMBDA, every=every)
+    return lambda: penalty.backward(lambda: F.cross_entropy(model(x), y)) and None
+
+
+def every_fourth(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """Four steps, so that the mean over them is what is timed."""
+    return two_pass(model, x, y, every=4)
+
+
+def naive(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """The objective as the paper writes it: hooks collect activations, autograd.grad with create_graph."""
+    activations: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+            module.register_forward_hook(lambda module, args, out: activations.append(out))
+    weights = [p for p in model.parameters() if p.dim() > 1]
+
+    def step() -> None:
+        activations.clear()
+        loss = F.cross_entropy(model(x), y)
+        grads = torch.autograd.grad(loss, [*weights, *activations], create_graph=True)
+        (loss + LAMBDA * sum(g.abs().sum() for g in grads)).backward()
+        activations.clear()
+
+    return step
+
+
+def sam(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """l-infinity SAM: gradient, move every weight by λ along its sign, gradient there, move back."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+
+    def step() -> None:
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            kept = [p.clone() for p in weights]
+            for p in weights:
+                p.add_(p.grad.sign(), alpha=LAMBDA)
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for p, old in zip(weights, kept, strict=True):
+                p.copy_(old)
+
+    return step
+
+
+STEPS = {
+    "plain": plain,
+    "two-pass": two_pass,
+    "two-pass, every=4": every_fourth,
+    "SAM by hand": sam,
+    "double backward by hand": naive,
+}
+
+
+def make(name: str, width: float, row: str) -> tuple[nn.Module, Callable[[], None]]:
+    torch.manual_seed(0)
+    model = build_model(name, channels=3, classes=10, width=width).train()
+    x, y = torch.randn(BATCH, 3, 32, 32), torch.arange(BATCH) % 10
+    return model, STEPS[row](model, x, y)
+
+
+def peak_memory(name: str, width: float, row: str, *, returned: bool) -> float:
+    """Megabytes that a process with this step needs beyond one that has only made the model and the data.
+
+    `returned` makes glibc hand freed tensors back to the system at once, so that the peak is that of what is held at
+    one time; by default it keeps them, and the peak includes the holes between them.
+    """
+    command = [sys.executable, __file__, "--memory", name, str(width), row]
+    environment = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": "65536"} if returned else {})}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return float(done.stdout)
+
+
+def status(field: str) -> float:
+    """A line of /proc/self/status in megabytes."""
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith(field))
+
+
+def measure_memory(name: str, width: float, row: str) -> None:
+    model, step = make(name, width, row)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = status("VmRSS")
+    for _ in range(2):
+        model.zero_grad()
+        step()
+    print(status("VmHWM") - before)
+
+
+def interleaved(name: str, width: float, rounds: int) -> dict[str, list[float]]:
+    """Seconds per step of every row, one after the other, round after round."""
+    made = {row: make(name, width, row) for row in STEPS}
+    times: dict[str, list[float]] = {row: [] for row in STEPS}
+    for index in range(rounds + 1):
+        for row, (model, step) in made.items():
+            repeats = 4 if row.endswith("every=4") else 1
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                model.zero_grad()
+                step()
+            if index:  # the first round warms up
+                times[row].append((time.perf_counter() - begin) / repeats)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", help="a network's name and width, such as vgg-like:0.25")
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--out", default="results/penalty-cost.json")
+    options = parser.parse_args()
+    if options.memory:
+        measure_memory(options.memory[0], float(options.memory[1]), options.memory[2])
+        return
+    console = Console()
+    results = []
+    for name, width in NETWORKS:
+        if options.only and options.only != f"{name}:{width}":
+            continue
+        times = interleaved(name, width, options.rounds)
+        base = statistics.median(times["plain"])
+        table = Table(title=f"{name}, width {width:g}, batch {BATCH}; plain step {1000 * base:.0f} ms")
+        for column in ("step", "times the plain step", "spread", "memory held", "with malloc's holes"):
+            table.add_column(column, justify="left" if column == "step" else "right")
+        kinds = () if options.no_memory else (True, False)
+        memory = {(row, kind): peak_memory(name, width, row, returned=kind) for row in STEPS for kind in kinds}
+        for row, seconds in times.items():
+            ratios = [s / p for s, p in zip(seconds, times["plain"], strict=True)]
+            ratio = statistics.median(seconds) / base
+            relative = [memory[row, kind] / memory["plain", kind] for kind in kinds]
+            table.add_row(row, f"{ratio:.2f}", f"{min(ratios):.2f}-{max(ratios):.2f}", *(f"{r:.2f}x" for r in relative))
+            results.append(
+                {
+                    "network": name, "width": width, "step": row, "ratio": ratio,
+                    "ratio_low": min(ratios), "ratio_high": max(ratios), "median_seconds": statistics.median(seconds),
+                    "rounds": options.rounds, "memory_ratio": relative[0] if relative else None,
+                    "memory_ratio_default_malloc": relative[1] if relative else None,
+                }
+            )  # fmt: skip
+        console.print(table)
+    write_json(options.out, {**origin(), "threads": torch.get_num_threads(), "seed": 0, "rows": results})
+    print(json.dumps({"written": str(Path(options.out))}))
+
+
+if __name__ == "__main__":
+    main()
