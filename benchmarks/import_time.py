@@ -1,6 +1,6 @@
 """What `import anybit` adds to bare Python, in one interleaved run of fresh interpreters.
 
-    make bench
+make bench
 """
 
 from __future__ import annotations

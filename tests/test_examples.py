@@ -191,13 +191,18 @@ def test_lightning_steps_with_the_gradient_of_a_bare_loop(precision: str, contex
 
     torch.manual_seed(0)
     module = example.Digits(load("your_own_loop").network(), strength=STRENGTH)
+    options: dict[str, Any] = {}
+    if precision != "32-true":  # a difference of two passes wants more digits
+        options = {"objective": "worst-case", "weight": 0.02, "activation": 0.0}
+        module.penalty = GradientPenalty(module, **options)
     before = copy.deepcopy(module.net)
     [(x, y)] = batches(1, 32)
     with gradients_stepped_with(module.net) as seen:
         trainer = lightning.Trainer(max_steps=1, **QUIET, **lightning_precision(precision))
         trainer.fit(module, in_order([(x, y)]))
     assert len(seen) == 1
-    check_same(seen[0], before, [loss_on(x, y, context)], relative=0.01 if precision == "16-mixed" else 1e-5)
+    relative = 0.01 if precision == "16-mixed" else 1e-5
+    check_same(seen[0], before, [loss_on(x, y, context)], relative=relative, **options)
 
 
 @lightning_warns

@@ -38,9 +38,12 @@ WIDTHS = (
     *(Bits(b, FLOAT) for b in range(8, 1, -1)),
     *(Bits(FLOAT, b) for b in range(8, 1, -1)),
 )
-STRENGTHS = (0.001, 0.003, 0.006)
+STRENGTHS = (0.001, 0.003, 0.006, 0.012)
 TOLERANCE = 0.01
 """Mean validation accuracy that a strength may cost and still count as harmless: two standard errors of 750 images."""
+
+GUESSING = 0.2
+"""Accuracy below which a classifier of ten digits does little more than guess."""
 
 BASE = Recipe(
     name="base",
@@ -186,16 +189,20 @@ def describe(
 ) -> tuple[str, ...]:
     """Say what was measured, and at which widths the penalty helped, made no difference, or hurt."""
     found = {(s.label, s.bits): s for s in summarize(rows)}
-    gains = {bits: 100 * (found[PENALIZED, bits].mean - found[PLAIN, bits].mean) for bits in WIDTHS}
+    guessing = [b for b in WIDTHS if max(found[PLAIN, b].mean, found[PENALIZED, b].mean) < GUESSING]
+    gains = {
+        bits: 100 * (found[PENALIZED, bits].mean - found[PLAIN, bits].mean) for bits in WIDTHS if bits not in guessing
+    }
     tried = ", ".join(f"{s:g}: {100 * a:.1f} %" for s, a in validation.items())
     return (
         f"Measured on {rows[0].n} test digits, {len(seeds)} seeds. Both networks were fine-tuned from the same "
         f"checkpoint for the same number of steps; the only difference is the gradient l1 penalty, λ = {strength:g}.",
         f"λ is the strongest tried whose mean validation accuracy in floating point stayed within "
-        f"{100 * TOLERANCE:g} points of that without penalty ({tried}).",
-        f"Helped by half a point or more at: {_names(gains, lambda g: g >= 0.5)}. "
-        f"Made less than half a point of difference at: {_names(gains, lambda g: abs(g) < 0.5)}. "
-        f"Did harm of half a point or more at: {_names(gains, lambda g: g <= -0.5)}.",
+        f"{100 * TOLERANCE:g} point of that without penalty ({tried}).",
+        f"The penalty helped by half a point or more at: {_names(gains, lambda g: g >= 0.5)}. "
+        f"It made less than half a point of difference at: {_names(gains, lambda g: abs(g) < 0.5)}. "
+        f"It did harm of half a point or more at: {_names(gains, lambda g: g <= -0.5)}. "
+        f"Both networks do little more than guess at: {', '.join(map(str, guessing)) or 'no width'}.",
     )
 
 

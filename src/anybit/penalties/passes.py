@@ -18,6 +18,10 @@ from anybit.penalties.taps import Function, is_activation, with_graph
 Norm = Literal["l1", "l2"]
 
 
+SHORT = (torch.bfloat16, torch.float16)
+"""Formats with too few digits for a finite difference."""
+
+
 def direction(grad: Tensor, norm: Norm) -> Tensor:
     """Return the direction in which the norm of a gradient grows: its sign (l1, as int8), or itself over its length.
 
@@ -25,7 +29,7 @@ def direction(grad: Tensor, norm: Norm) -> Tensor:
     (tensor([ 1,  0, -1], dtype=torch.int8), tensor([ 0.6000, -0.8000]))
     """
     if norm == "l1":
-        return torch.gt(grad, 0).view(torch.int8) - torch.lt(grad, 0).view(torch.int8)
+        return torch.gt(grad, 0).view(torch.int8).sub_(torch.lt(grad, 0).view(torch.int8))
     length = torch.linalg.vector_norm(grad)
     unit: Tensor = grad / length.clamp(min=torch.finfo(grad.dtype).tiny)
     return unit
@@ -68,11 +72,15 @@ class Activation:
 
 
 class Watch(TorchFunctionMode):
-    """Sees every watched call of a closure in order, and knows a recomputed one from a new one."""
+    """Sees every watched call of a closure in order, and knows a recomputed one from a new one.
+
+    `short` is a format with too few digits for a finite difference, if the closure computes in one.
+    """
 
     def __init__(self, order: CallOrder) -> None:
         super().__init__()
         self.order = order
+        self.short: torch.dtype | None = None
 
     def watching(self, wanted: bool) -> contextlib.AbstractContextManager[Any]:
         """Watch, or do not."""
@@ -82,9 +90,13 @@ class Watch(TorchFunctionMode):
         self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or not (func in KINKS or is_activation(func)):
-            return func(*args, **kwargs)
-        return self.watched(func, args, kwargs)
+        if torch.is_grad_enabled() and (func in KINKS or is_activation(func)):
+            out = self.watched(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.dtype in SHORT:
+            self.short = out.dtype
+        return out
 
     def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that matters."""

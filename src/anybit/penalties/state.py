@@ -41,10 +41,12 @@ def replaced(parameters: Sequence[nn.Parameter], values: Iterable[Tensor]) -> It
     try:
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data = value
+        torch.clear_autocast_cache()  # it remembers weights by their parameter, not by their values
         yield
     finally:
         for parameter, original in zip(parameters, originals, strict=True):
             parameter.data = original
+        torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager

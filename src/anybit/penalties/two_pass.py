@@ -36,9 +36,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from anybit.errors import NonFiniteError
+from anybit.errors import NonFiniteError, PenaltyError
 from anybit.penalties.base import Closure, Scaler, Step, check_loss, check_norms, eagerly, run_backward, scale_of
 from anybit.penalties.passes import Activation, FirstPass, Norm, SecondPass, direction, root_mean_square
+from anybit.penalties.processes import agreed, averaged, kept
 from anybit.penalties.state import buffers_kept, gradients_set_aside, random_state, replaced, set_random_state
 
 NOISE = 32
@@ -124,13 +125,18 @@ def two_pass(request: Request, closure: Closure, scaler: Scaler | None = None, *
             loss = check_loss(closure())
             run_backward(loss, scaler)
         weights = [p for p in request.weights if p.requires_grad and p.grad is not None]
+        if first.short is not None and request.penalized and not request.worst_case:
+            raise PenaltyError(
+                f"the model computes in {str(first.short).removeprefix('torch.')}, too few digits for the difference "
+                "of two passes; use engine='double-backward', objective='worst-case', or a closure without autocast"
+            )
         step, finite = _measure(request, loss, weights, first, scaler)
         if request.penalized and finite:
             end = random_state()
             set_random_state(start)
             _second_pass(request, closure, first, parameters, weights, step, scaler, side)
             set_random_state(end)
-        for parameter, old in zip(parameters, before, strict=True):
+        for parameter, old in zip(parameters, averaged(request.model, before), strict=True):
             if old is not None:
                 parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
     return step
@@ -162,11 +168,11 @@ def _second_pass(
     side: float,
 ) -> None:
     """Run the closure once more, shifted, and turn the difference into the gradient of loss and penalty."""
-    old = [p.grad for p in parameters]
+    old = kept([p.grad for p in parameters])
     moved = weights if request.weight > 0 else []
     active = [a for a in first.activations if a.direction is not None]
     amounts, h = _amounts(request, moved, active, step, scale_of(scaler))
-    h *= side
+    h = agreed(h, parameters[0].device) * side
     values = _shifted([p.data for p in moved], [_grad(p) for p in moved], [h * a for a in amounts], request.norm)
     factors = {a: h * amount for a, amount in zip(active, amounts[len(moved) :], strict=True)}
     with buffers_kept(request.model), replaced(moved, values), eagerly(request.watched):
