@@ -60,7 +60,9 @@ class Digits(Penalized, lightning.LightningModule):
         step = self.penalized_backward(self.penalty, lambda: F.cross_entropy(self.net(x), y))
         optimizer.step()
         self.log("loss", step.loss, prog_bar=True)
-        self.log_dict({"weight_norm": step.weight_norm, "activation_norm": step.activation_norm})
+        self.log("weight_norm", step.weight_norm)
+        if step.activation_norm is not None:  # plain steps between penalized ones do not look
+            self.log("activation_norm", step.activation_norm)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Any optimizer will do."""

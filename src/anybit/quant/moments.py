@@ -39,8 +39,8 @@ class Moments:
 def gaussian(mean: Tensor, std: Tensor, *, n: float, source: str) -> Moments:
     """Return the moments of a normal distribution and the interval of n standard deviations around its mean.
 
-    >>> gaussian(torch.tensor([1.0]), torch.tensor([0.5]), n=6, source="bn").high
-    tensor([4.])
+    >>> gaussian(torch.tensor([1.0]), torch.tensor([0.5]), n=6, source="bn").high.tolist()
+    [4.0]
     """
     mean, std = mean.double(), std.abs().double()
     return Moments(mean, std**2, mean - n * std, mean + n * std, source)

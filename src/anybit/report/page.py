@@ -113,7 +113,7 @@ def render(file: RowFile) -> str:
         if len({_width(s) for s in members} - {FLOAT}) < 2:
             continue
         parts.append(f"<h2>Accuracy against the width of {html.escape(name)}</h2>")
-        config = {"displaylogo": False, "responsive": True}
+        config = {"displayModeBar": False, "responsive": True}
         parts.append(_figure(members, labels).to_html(full_html=False, include_plotlyjs=script, config=config))
         script = False
     parts += ["<h2>The numbers</h2>", "<p>Mean test accuracy in %, with the lowest and highest seed.</p>"]

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from anybit.analysis import demo
+from anybit.report.rows import read_rows
+from anybit.spec import Row
+from anybit.train.checkpoint import load_model
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same experiment with one epoch each and fewer strengths."""
+    for name in ("BASE", "TUNE"):
+        recipe = getattr(demo, name)
+        small = dataclasses.replace(recipe, epochs=1, model=dataclasses.replace(recipe.model, width=0.25))
+        monkeypatch.setattr(demo, name, small)
+    monkeypatch.setattr(demo, "STRENGTHS", (0.001, 0.003))
+
+
+@pytest.mark.usefixtures("short")
+def test_the_whole_way_leaves_rows_checkpoints_and_a_page(tmp_path: Path) -> None:
+    bars: dict[str, list[int]] = {}
+
+    def start(name: str, total: int) -> object:
+        bars[name] = [total, 0]
+
+        def advance(steps: int) -> None:
+            bars[name][1] += steps
+
+        return advance
+
+    result = demo.run_demo(tmp_path, seeds=(0, 1), start=start, workers=1)  # type: ignore[arg-type]
+    file = read_rows(tmp_path / "rows.json")
+    assert file.rows == result.file.rows
+    assert len(file.rows) == 2 * 2 * len(demo.WIDTHS)
+    assert {row.label for row in file.rows} == {demo.PLAIN, demo.PENALIZED}
+    assert {row.seed for row in file.rows} == {0, 1}
+    assert (tmp_path / "report.html").stat().st_size > 100_000
+    assert all(total == done for total, done in bars.values())
+    assert set(result.validation) == {0.0, 0.001, 0.003}
+    for seed in (0, 1):
+        _, base = load_model(tmp_path / f"base-{seed}" / "model.safetensors")
+        for value in (0.0, result.strength):
+            _, about = load_model(tmp_path / f"tune-{value:g}-{seed}" / "model.safetensors")
+            assert about["recipe"]["penalty"]["weight"] == about["recipe"]["penalty"]["activation"] == value
+            assert about["recipe"]["epochs"] == base["recipe"]["epochs"]
+            assert about["recipe"]["init"].endswith(f"base-{seed}/model.safetensors")
+        logs = [(tmp_path / f"tune-{v:g}-{seed}" / "log.jsonl").read_text().splitlines() for v in (0.0, 0.003)]
+        assert len(logs[0]) == len(logs[1])  # the same number of steps
+        first = [json.loads(log[0]) for log in logs]
+        assert first[0]["loss"] == pytest.approx(first[1]["loss"])  # from the same weights, on the same batch
+
+
+@pytest.mark.usefixtures("short")
+def test_side_by_side_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes import the module anew and see its own settings, so only sweeping is shared out here."""
+    demo.run_demo(tmp_path, seeds=(0,), workers=1)
+    jobs = [(tmp_path / "tune-0-0", demo.PLAIN, 0), (tmp_path / "tune-0.001-0", demo.PENALIZED, 0)]
+    here = demo._run_all(None, demo._sweep, jobs, lambda steps: None, 1)
+    with demo._pool(2) as pool:
+        there = demo._run_all(pool, demo._sweep, jobs, lambda steps: None, 1)
+    assert [[row.accuracy for row in part] for part in here] == [[row.accuracy for row in part] for part in there]
+
+
+def test_the_strongest_harmless_strength_is_chosen() -> None:
+    validation = {0.0: 0.98, 0.001: 0.985, 0.003: 0.971, 0.006: 0.969, 0.012: 0.975}
+    assert demo.choose_strength(validation, tolerance=0.01) == 0.012
+    assert demo.choose_strength({0.0: 0.98, 0.1: 0.5}, tolerance=0.01) == 0.0
+
+
+def test_the_text_names_widths_that_were_helped_harmed_or_hopeless() -> None:
+    def row(label: str, bits: demo.Bits, accuracy: float) -> Row:
+        return Row(label, 0, bits.weights, bits.activations, accuracy=accuracy, loss=1.0, n=10)
+
+    scores = {demo.Bits(4, 4): (0.9, 0.95), demo.Bits(3, 3): (0.8, 0.7), demo.Bits(2, 2): (0.1, 0.15)}
+    rows = [
+        row(label, bits, scores.get(bits, (0.99, 0.99))[index])
+        for index, label in enumerate((demo.PLAIN, demo.PENALIZED))
+        for bits in demo.WIDTHS
+    ]
+    text = demo.describe(rows, 0.003, {0.0: 0.98, 0.003: 0.98}, (0,))[-1]
+    assert "helped by half a point or more at: W4A4. " in text
+    assert "harm of half a point or more at: W3A3. " in text
+    assert text.endswith("guess at: W2A2.")
