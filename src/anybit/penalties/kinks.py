@@ -36,7 +36,7 @@ def argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: st
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
-class Masked(Kink):
+class Masked(Kink, ABC):
     """`x` where positive, something smooth in `x` elsewhere; the memo is the mask of the positive entries."""
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -51,10 +51,43 @@ class Masked(Kink):
         """Return where the kink is."""
         return self.threshold
 
+
+class Rectified(Kink):
+    """ReLU: `x` where positive, zero elsewhere; the memo is one byte per entry, one where positive.
+
+    PyTorch multiplies a float by a boolean tensor many times slower than it converts bytes and multiplies floats.
+    """
+
+    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Note which entries came through."""
+        out = func(*args, **kwargs)
+        return out, torch.sign(out.detach()).to(torch.uint8)
+
     def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """ReLU: zero elsewhere."""
-        x: Tensor = args[0]
-        return x * memo
+        """Let the same entries through."""
+        return self.gate(args[0], memo, inplace=False)
+
+    def gate(self, x: Tensor, memo: Tensor, *, inplace: bool) -> Tensor:
+        """Let the recorded entries of `x` through, in `x` itself if wanted."""
+        out: Tensor = _Gate.apply(x, memo, inplace)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Gate(torch.autograd.Function):
+    """Multiply by zeros and ones that are kept as bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, inplace: bool) -> Tensor:
+        ctx.save_for_backward(gate)
+        if not inplace:
+            return gate.to(x.dtype).mul_(x)
+        ctx.mark_dirty(x)
+        return x.mul_(gate.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (gate,) = ctx.saved_tensors
+        return gate.to(grads[0].dtype).mul_(grads[0]), None, None
 
 
 class Leaky(Masked):
@@ -228,7 +261,7 @@ class ExtremeAlong(Kink):
 
 def _table() -> dict[Function, Kink]:
     kinds: dict[str, Kink] = {
-        "relu": Masked(),
+        "relu": Rectified(),
         "leaky_relu": Leaky(),
         "prelu": Parametric(),
         "threshold": Threshold(),

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybit.errors import PenaltyError
 from anybit.penalties.checkpointing import CallOrder
-from anybit.penalties.kinks import KINKS, Kink, Masked
+from anybit.penalties.kinks import KINKS, Kink, Rectified
 from anybit.penalties.taps import Function, is_activation, with_graph
 
 Norm = Literal["l1", "l2"]
@@ -29,7 +29,7 @@ def direction(grad: Tensor, norm: Norm) -> Tensor:
     (tensor([ 1,  0, -1], dtype=torch.int8), tensor([ 0.6000, -0.8000]))
     """
     if norm == "l1":
-        return torch.gt(grad, 0).view(torch.int8).sub_(torch.lt(grad, 0).view(torch.int8))
+        return torch.sign(grad).to(torch.int8)
     length = torch.linalg.vector_norm(grad)
     unit: Tensor = grad / length.clamp(min=torch.finfo(grad.dtype).tiny)
     return unit
@@ -132,10 +132,9 @@ class FirstPass(Watch):
         return out
 
     def _catch(self, out: Tensor, activation: Activation) -> None:
-        order = 1 if self.norm == "l1" else 2
-
         def hook(grad: Tensor) -> None:
-            activation.norm = torch.linalg.vector_norm(grad, ord=order)
+            # The sum of absolute values is several times faster than vector_norm(ord=1).
+            activation.norm = grad.abs().sum() if self.norm == "l1" else torch.linalg.vector_norm(grad)
             if self.directions:
                 activation.direction = direction(grad, self.norm)
 
@@ -155,13 +154,12 @@ class SecondPass(Watch):
         kink = KINKS.get(func)
         if call.inplace:
             x = args[0]
-            if call.memo is not None and type(kink) is Masked:
-                out = x.mul_(call.memo)  # ReLU in place, the common case, needs no copy
-                return self._shift(out, call, fresh=True)
+            if call.memo is not None and isinstance(kink, Rectified):  # the common case needs no copy
+                return self._shift(kink.gate(x, call.memo, inplace=True), call, fresh=True)
             out = self._shift(self._run(func, kink, call, (x.clone(), *args[1:]), kwargs), call, fresh=False)
             return x.copy_(out)
         out = self._run(func, kink, call, args, kwargs)
-        return self._shift(out, call, fresh=call.memo is not None and type(kink) is Masked)
+        return self._shift(out, call, fresh=call.memo is not None and isinstance(kink, Rectified))
 
     def _next(self, func: Function) -> Call:
         index = self.order.position()
