@@ -2,8 +2,8 @@
 
     make bench-penalty
 
-Batch 128 on 32x32 images, VGG-like and ResNet-18 at a quarter of the width and in full. Rows: plain, two-pass,
-two-pass every fourth step, double backward as one would write it by hand, and an l-infinity SAM step by hand. Prints
+Batch 128 on 32x32 images, VGG-like and ResNet-18 at a quarter of the width and in full. Rows: plain, uniform
+noise, two-pass, two-pass every fourth step, double backward as one would write it by hand, and an l-infinity SAM step by hand. Prints
 the ratio of medians to the plain step with its spread and writes results/penalty-cost.json. Peak memory is measured
 in a process of its own per row.
 """
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from anybit.files import write_json
 from anybit.models import build_model
 from anybit.penalties.gradient import GradientPenalty
+from anybit.penalties.noise import UniformNoise
 from anybit.provenance import origin
 
 BATCH = 128
@@ -88,8 +89,14 @@ def sam(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     return step
 
 
+def noise(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    penalty = UniformNoise(model)
+    return lambda: penalty.backward(lambda: F.cross_entropy(model(x), y)) and None
+
+
 STEPS = {
     "plain": plain,
+    "uniform noise": noise,
     "two-pass": two_pass,
     "two-pass, every=4": every_fourth,
     "SAM by hand": sam,

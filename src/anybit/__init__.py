@@ -21,6 +21,9 @@ from anybit.spec import Bits, QuantSpec, Range, Row
 if TYPE_CHECKING:
     from anybit.evaluate.sweep import sweep
     from anybit.penalties.gradient import GradientPenalty
+    from anybit.penalties.kurtosis import KurtosisPenalty
+    from anybit.penalties.noise import UniformNoise
+    from anybit.penalties.orthogonal import OrthogonalPenalty
     from anybit.quant.prepare import prepare
 
 __version__ = "0.1.0"
@@ -29,15 +32,21 @@ __all__ = [
     "AnybitError",
     "Bits",
     "GradientPenalty",
+    "KurtosisPenalty",
+    "OrthogonalPenalty",
     "QuantSpec",
     "Range",
     "Row",
+    "UniformNoise",
     "prepare",
     "sweep",
 ]
 
 _ON_FIRST_USE = {
     "GradientPenalty": ("anybit.penalties.gradient", "torch"),
+    "KurtosisPenalty": ("anybit.penalties.kurtosis", "torch"),
+    "OrthogonalPenalty": ("anybit.penalties.orthogonal", "torch"),
+    "UniformNoise": ("anybit.penalties.noise", "torch"),
     "prepare": ("anybit.quant.prepare", "torch"),
     "sweep": ("anybit.evaluate.sweep", "torch"),
 }
