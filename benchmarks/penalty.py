@@ -2,10 +2,10 @@
 
     make bench-penalty
 
-Batch 128 on 32x32 images, VGG-like and ResNet-18 at a quarter of the width and in full. Rows: plain, uniform
-noise, two-pass, two-pass every fourth step, double backward as one would write it by hand, and an l-infinity SAM step by hand. Prints
-the ratio of medians to the plain step with its spread and writes results/penalty-cost.json. Peak memory is measured
-in a process of its own per row.
+Batch 128 on 32x32 images, VGG-like and ResNet-18 at a quarter of the width and in full. Rows: plain, uniform noise,
+two-pass, two-pass every fourth step, an l-infinity SAM step by hand, and double backward as one would write it by hand.
+Prints the ratio of medians to the plain step with its spread and writes results/penalty-cost.json. Peak memory is
+measured in a process of its own per row.
 """
 
 from __future__ import annotations
