@@ -11,7 +11,6 @@ measured in a process of its own per row.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -158,7 +157,7 @@ def interleaved(name: str, width: float, rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", help="a network's name and width, such as vgg-like:0.25")
+    parser.add_argument("--only", help="networks by name and width, such as vgg-like:0.25,resnet18-cifar:0.25")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--out", default="results/penalty-cost.json")
@@ -169,7 +168,7 @@ def main() -> None:
     console = Console()
     results = []
     for name, width in NETWORKS:
-        if options.only and options.only != f"{name}:{width}":
+        if options.only and f"{name}:{width}" not in options.only.split(","):
             continue
         rounds = options.rounds if width < 1 else max(2, options.rounds // 3)
         times = interleaved(name, width, rounds)
@@ -193,8 +192,8 @@ def main() -> None:
                 }
             )  # fmt: skip
         console.print(table)
-    write_json(options.out, {**origin(), "threads": torch.get_num_threads(), "seed": 0, "rows": results})
-    print(json.dumps({"written": str(Path(options.out))}))
+        write_json(options.out, {**origin(), "threads": torch.get_num_threads(), "seed": 0, "rows": results})
+    console.print(f"written to {options.out}")
 
 
 if __name__ == "__main__":
