@@ -36,7 +36,7 @@ def argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: st
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
-class Masked(Kink, ABC):
+class Masked(Kink):
     """`x` where positive, something smooth in `x` elsewhere; the memo is the mask of the positive entries."""
 
     def __init__(self, threshold: float = 0.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -140,18 +141,18 @@ class InputPoint(ActivationPoint):
         super().set_bits(max(bits, self.floor))
 
 
-class Observer:
+class Observer(ABC):
     """Watches a tensor over several batches and proposes a range for it."""
 
     name = "observer"
 
+    @abstractmethod
     def update(self, x: Tensor) -> None:
         """Look at one batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def range(self) -> Range:
         """Return the range that fits all batches seen."""
-        raise NotImplementedError
 
 
 def find_points(module: fx.GraphModule) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, list[fx.Node]]]:
