@@ -65,8 +65,12 @@ def test_the_simulation_is_what_one_would_write_by_hand() -> None:
     weight = quantize_tensor((conv.weight * factor.view(-1, 1, 1, 1)).detach(), QuantSpec(4))
     bias = norm.bias - norm.running_mean * factor
     x8 = fake_quantize(x, *make_grid(torch.tensor(0.0), torch.tensor(1.0), QuantSpec(8, signed=False)))
-    y = torch.relu(nn.functional.conv2d(x8, weight, bias)).mean((2, 3))
     top = torch.tensor(-1.0 + 6 * 2.0)  # the channel that reaches furthest: beta + 6 gamma
+    stored = fake_quantize(
+        torch.relu(nn.functional.conv2d(x8, weight, bias)),
+        *make_grid(torch.tensor(0.0), top, QuantSpec(8, signed=False)),
+    )
+    y = stored.mean((2, 3))
     y3 = fake_quantize(y, *make_grid(torch.tensor(0.0), top, QuantSpec(3, signed=False)))
     want = nn.functional.linear(y3, quantize_tensor(head.weight.detach(), QuantSpec(4)), head.bias)
     torch.testing.assert_close(net(x), want)
@@ -84,8 +88,8 @@ def test_the_plan_lists_every_point_once_and_prints() -> None:
     assert len(text.splitlines()) == len(net.plan) + 2
     assert "batch norm features.1" in text
     assert {p.bits for p in net.points if isinstance(p, WeightPoint)} == {4}
-    assert {p.bits for p in net.points if isinstance(p, ActivationPoint) and not isinstance(p, InputPoint)} == {6}
-    assert {p.bits for p in net.points if isinstance(p, InputPoint)} == {8}
+    widths = {entry.kind: {e.bits for e in net.plan if e.kind == entry.kind} for entry in net.plan}
+    assert widths == {"weight": {4}, "activation": {6}, "input": {8}, "accumulator": {8}}
 
 
 def test_without_a_range_the_input_stays_in_floating_point_and_the_plan_says_so() -> None:

@@ -17,6 +17,8 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
 from anybit.errors import CaptureError
+from anybit.quant.blame import describe, reasons
+from anybit.quant.decompose import decompositions
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -61,10 +63,12 @@ def capture(model: nn.Module, example: Example) -> fx.GraphModule:
         # torch.export warns about its own internals; what matters to the user is raised below.
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=_free_batch(args, kwargs), strict=False)
-            module = program.run_decompositions({}).module()
+            module = _export(model, args, kwargs)
         except Exception as error:
-            raise CaptureError(f"{type(model).__name__} cannot be captured", [_reason(model, error)]) from error
+            # An error in the model's own code is the user's to see first.
+            _run_once(model, args, kwargs)
+            found = reasons(model, args, kwargs, _export) or [describe(type(model).__name__, error)]
+            raise CaptureError(f"{type(model).__name__} cannot be captured", found) from error
     assert isinstance(module, fx.GraphModule)
     if problems := [p for node in module.graph.nodes if (p := _fixed_batch(node))]:
         raise CaptureError(f"{type(model).__name__} works at one batch size only", problems)
@@ -73,6 +77,24 @@ def capture(model: nn.Module, example: Example) -> fx.GraphModule:
         # An exported module refuses to change mode; ours has no operator that depends on it.
         module.__dict__.pop(name, None)
     return module
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    program = torch.export.export(model, args, kwargs, dynamic_shapes=_free_batch(args, kwargs), strict=False)
+    module: nn.Module = program.run_decompositions(decompositions()).module()
+    return module
+
+
+def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an example input that the model itself cannot take."""
+    try:
+        model(*args, **kwargs)
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise CaptureError(
+            f"{type(model).__name__} itself fails on the example input",
+            [f"{type(error).__name__}: {text}; pass an example as the network gets it, shapes and dtypes included"],
+        ) from error
 
 
 def module_path(node: fx.Node) -> str:
@@ -107,20 +129,6 @@ def _fixed_batch(node: fx.Node) -> str | None:
     return None
 
 
-def _reason(model: nn.Module, error: Exception) -> str:
-    """Say where in the model `torch.export` gave up, as far as the traceback tells."""
-    path = ""
-    names = {id(module): name for name, module in model.named_modules()}
-    traceback = error.__traceback__
-    while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
-        if id(owner) in names:
-            path = names[id(owner)] or type(model).__name__
-        traceback = traceback.tb_next
-    text = (str(error).strip().splitlines() or [""])[0]
-    return f"{path or type(model).__name__}: {type(error).__name__}: {text}"
-
-
 def _drop_bookkeeping(module: fx.GraphModule) -> None:
     """Remove what has no effect in evaluation: guards, unused parameters, copies that dropout leaves behind."""
     for node in list(module.graph.nodes):
@@ -129,6 +137,9 @@ def _drop_bookkeeping(module: fx.GraphModule) -> None:
         elif node.target is torch.ops.aten.clone.default or node.target is torch.ops.aten.alias.default:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+        elif node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            # A view may rely on the order in memory that a copy had made.
+            node.target = torch.ops.aten.reshape.default
     module.graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
     module.recompile()

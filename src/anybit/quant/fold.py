@@ -15,6 +15,7 @@ from anybit.quant.ops import (
     TRANSPOSED_CONVOLUTIONS,
     WEIGHTED,
     attribute,
+    groups_of,
     output_axis,
     set_attribute,
 )
@@ -108,7 +109,7 @@ def _can_fold(layer: fx.Node) -> bool:
     if not isinstance(weight, fx.Node) or weight.op != "get_attr" or len(weight.users) != 1:
         return False
     bias = layer.args[2] if len(layer.args) > 2 else None
-    if layer.target in TRANSPOSED_CONVOLUTIONS and len(layer.args) > 6 and layer.args[6] != 1:
+    if layer.target in TRANSPOSED_CONVOLUTIONS and groups_of(layer) != 1:
         return False  # groups: the weight's axis 1 runs over the channels of one group only
     # A linear layer's batch norm runs over dimension 1, which is the feature dimension only for (batch, feature).
     return (bias is None or isinstance(bias, fx.Node)) and (

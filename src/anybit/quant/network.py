@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+from anybit.errors import SpecError
+from anybit.quant.bias import CorrectedBias
 from anybit.quant.points import ActivationPoint, Point, WeightPoint
 from anybit.spec import FLOAT, Bits, Range
+
+LayerWidths = Mapping[str, Bits | tuple[int, int]]
+"""Widths of some layers, by name or pattern, as (weights, activations)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Plan(tuple[PlanEntry, ...]):
 
 
 def _cells(entry: PlanEntry) -> tuple[str, ...]:
-    shape = "x".join(str(size) if isinstance(size, int) else "N" for size in entry.shape)
+    shape = "x".join(str(size) for size in entry.shape)
     interval, source = ("unknown", "stays in floating point") if entry.range is None else (
         str(entry.range), entry.range.source
     )  # fmt: skip
@@ -63,7 +73,9 @@ class QuantizedNetwork(nn.Module):
         super().__init__()
         self.body = body
         self._points = points
+        self._biases = [module for module in body.modules() if isinstance(module, CorrectedBias)]
         self._bits = Bits()
+        self._layers: dict[str, Bits] = {}
         self.eval()
 
     @property
@@ -78,31 +90,94 @@ class QuantizedNetwork(nn.Module):
 
     @property
     def bits(self) -> Bits:
-        """The widths that the network runs at."""
+        """The widths that the network runs at, apart from layers with widths of their own."""
         return self._bits
 
-    def set_bits(self, *, weights: int, activations: int) -> None:
-        """Run at these widths from now on; 32 means floating point."""
+    @property
+    def layers(self) -> dict[str, Bits]:
+        """The layers with widths of their own, as they were given to `set_bits`."""
+        return dict(self._layers)
+
+    def set_bits(self, *, weights: int, activations: int, layers: LayerWidths | None = None) -> None:
+        """Run at these widths from now on; 32 means floating point.
+
+        Args:
+            weights: The width of every weight.
+            activations: The width of every activation. The input and what convolutions hand to sums never go
+                below 8 bits.
+            layers: Other widths for points whose name matches a pattern, as (weights, activations). A pattern names
+                points as the plan does, or the layer that a weight belongs to; where several match the last one wins.
+
+        Outside of training mode the weights are rounded now, not in the next forward pass.
+        """
         bits = Bits(weights, activations)
-        for point in self._points:
-            point.set_bits(bits.weights if isinstance(point, WeightPoint) else bits.activations)
-        self._bits = bits
+        chosen = {pattern: _pair(pattern, pair) for pattern, pair in (layers or {}).items()}
+        widths = {point: _of(point, bits) for point in self._points}
+        for pattern, pair in chosen.items():
+            found = [point for point in self._points if _matches(point, pattern)]
+            if not found:
+                some = ", ".join(point.name for point in self._points[:5])
+                raise SpecError(f"no point matches the pattern {pattern!r}; the plan has {some}, ...")
+            widths.update({point: _of(point, pair) for point in found})
+        for point, width in widths.items():
+            point.set_bits(width)
+        self._bits, self._layers = bits, chosen
+        if not self.training:
+            self._round()
+
+    def _round(self) -> None:
+        """Put every weight on its grid now; rules that run in numpy take several layers at a time."""
+        points = [p for p in self._points if isinstance(p, WeightPoint) and p.kept() is None]
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            plain = all(p.rule.plain for p in points)
+            values = map(WeightPoint.rounded, points) if plain else pool.map(WeightPoint.rounded, points)
+            for point, value in zip(points, values, strict=True):
+                point.keep(value)
+        for bias in self._biases:
+            bias.shift()
 
     @contextlib.contextmanager
-    def at(self, *, weights: int, activations: int) -> Iterator[QuantizedNetwork]:
+    def at(self, *, weights: int, activations: int, layers: LayerWidths | None = None) -> Iterator[QuantizedNetwork]:
         """Run at these widths inside a `with` block, then at the old ones again."""
-        before = self._bits
-        self.set_bits(weights=weights, activations=activations)
+        before, apart = self._bits, self._layers
+        self.set_bits(weights=weights, activations=activations, layers=layers)
         try:
             yield self
         finally:
-            self.set_bits(weights=before.weights, activations=before.activations)
+            self.set_bits(weights=before.weights, activations=before.activations, layers=apart)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network as the original was called."""
         return self.body(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedNetwork:
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        with warnings.catch_warnings():
+            # The captured graph's own types warn about each other when copied.
+            warnings.simplefilter("ignore", FutureWarning)
+            new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
     @property
     def unranged(self) -> list[str]:
         """The activations that stay in floating point because nobody knows their range."""
         return [p.name for p in self._points if isinstance(p, ActivationPoint) and p.range is None]
+
+
+def _pair(pattern: str, pair: Bits | tuple[int, int]) -> Bits:
+    if isinstance(pair, Bits):
+        return pair
+    if not (isinstance(pair, tuple | list) and len(pair) == 2):
+        raise SpecError(f"the widths of {pattern!r} are a pair (weights, activations) such as (8, 8); got {pair!r}")
+    return Bits(*pair)
+
+
+def _of(point: Point, bits: Bits) -> int:
+    return bits.weights if isinstance(point, WeightPoint) else bits.activations
+
+
+def _matches(point: Point, pattern: str) -> bool:
+    if fnmatchcase(point.name, pattern):
+        return True
+    return isinstance(point, WeightPoint) and fnmatchcase(point.name.rpartition(".")[0], pattern)

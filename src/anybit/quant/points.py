@@ -1,28 +1,30 @@
-"""The places where a tensor is put on a grid: weights, and the activations that feed a layer with weights."""
+"""The modules that put a tensor on a grid: weights, and the activations on their way into a product."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from anybit.errors import SpecError
-from anybit.quant.capture import module_path
-from anybit.quant.ops import TRANSPARENT, WEIGHTED, output_axis
-from anybit.quant.uniform import Grid, fake_quantize, make_grid, min_max
-from anybit.spec import FLOAT, QuantSpec, Range, check_width
+from anybit.quant.uniform import Grid, fake_quantize, make_grid, min_max, snap_, straight_through
+from anybit.quant.weights import Rule, quantized_weight, weight_range
+from anybit.spec import FLOAT, NARROWEST, QuantSpec, Range, check_width
 
-CACHED_WIDTHS = 16
-"""Widths whose quantized weights are kept, so that going back to one costs nothing."""
+CACHE_BYTES = 512 * 2**20
+"""How much memory the quantized weights of widths used before may take, so that going back to one costs nothing."""
 
 
 class Point(nn.Module):
     """One quantization point: a name, a grid, and the width it runs at now."""
 
     kind = "point"
+    floor = NARROWEST
+    """The width it never goes below. A floor of 32 keeps a point in floating point."""
 
     def __init__(self, name: str, spec: QuantSpec, shape: Sequence[object]) -> None:
         super().__init__()
@@ -36,13 +38,50 @@ class Point(nn.Module):
         return self.spec.bits
 
     def set_bits(self, bits: int) -> None:
-        """Change the width; whatever was stored in floating point stays as it was."""
-        self.spec = self.spec.with_bits(check_width(bits))
+        """Change the width, as far as the floor allows; whatever was stored in floating point stays as it was."""
+        self.spec = self.spec.with_bits(max(check_width(bits), self.floor))
 
     @property
     def range(self) -> Range | None:
-        """The interval that the grid covers."""
+        """The interval that the grid covers at the current width."""
         raise NotImplementedError
+
+
+class WeightCache:
+    """The quantized weights of a network at the widths used so far, the least recently used dropped first."""
+
+    def __init__(self, limit: int = CACHE_BYTES) -> None:
+        self.limit = limit
+        self._kept: OrderedDict[tuple[WeightPoint, QuantSpec], Tensor] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the kept weights take."""
+        return sum(t.numel() * t.element_size() for t in self._kept.values())
+
+    def get(self, point: WeightPoint) -> Tensor | None:
+        """Return a point's weights at its current width, if they are kept."""
+        key = (point, point.spec)
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def put(self, point: WeightPoint, value: Tensor) -> None:
+        """Keep a point's weights at its current width; those in use now stay, whatever the limit."""
+        self._kept[point, point.spec] = value
+        excess = self.nbytes - self.limit
+        for key in list(self._kept):
+            if excess <= 0:
+                break
+            if key[0].spec != key[1]:
+                excess -= self._kept[key].numel() * self._kept[key].element_size()
+                del self._kept[key]
+
+    def drop(self, point: WeightPoint) -> None:
+        """Forget a point's weights at every width."""
+        for key in [key for key in self._kept if key[0] is point]:
+            del self._kept[key]
 
 
 class WeightPoint(Point):
@@ -50,66 +89,108 @@ class WeightPoint(Point):
 
     kind = "weight"
 
-    def __init__(self, name: str, weight: Tensor, spec: QuantSpec) -> None:
+    def __init__(
+        self,
+        name: str,
+        weight: Tensor,
+        spec: QuantSpec,
+        *,
+        cache: WeightCache | None = None,
+        rule: Rule | None = None,
+    ) -> None:
         super().__init__(name, spec, weight.shape)
         if not bool(torch.isfinite(weight).all()):
             raise SpecError(f"{name} has infinite or NaN entries; a network with such weights cannot be quantized")
         self.master = nn.Parameter(weight.detach().clone())
-        self._cache: OrderedDict[QuantSpec, Tensor] = OrderedDict()
+        self.rule = rule or Rule()
+        self._cache = cache or WeightCache()
         self._version = self.master._version
 
     @property
     def range(self) -> Range:
-        """The smallest and largest entry."""
-        low, high = min_max(self.master.detach())
-        return Range(float(low), float(high), "weights")
+        """The interval that the grid covers: all entries, or what clipping leaves of them."""
+        return weight_range(self.master.detach(), self.spec, self.rule)
 
-    def grid(self, spec: QuantSpec | None = None) -> Grid:
-        """Return the grid at the current width, or at that of another spec."""
-        spec = spec or self.spec
-        return make_grid(*min_max(self.master.detach(), spec.axis), spec)
+    def grid(self) -> Grid:
+        """Return the grid at the current width, as it follows from the smallest and largest entries."""
+        return make_grid(*min_max(self.master.detach(), self.spec.axis), self.spec)
 
     def forward(self) -> Tensor:
         """Return the weight at the current width; with gradients on, straight through to the master."""
         if self.bits == FLOAT:
             return self.master
-        if torch.is_grad_enabled() and self.master.requires_grad:
+        if not (torch.is_grad_enabled() and self.master.requires_grad):
+            return self.quantized()
+        if self.rule.plain:
             return fake_quantize(self.master, *self.grid())
-        return self._cached()
+        return straight_through(self.master, self.quantized())
 
-    def _cached(self) -> Tensor:
+    def quantized(self) -> Tensor:
+        """Return the weight at the current width, rounded as the rule says, from the cache where it is."""
+        value = self.kept()
+        if value is None:
+            value = self.rounded()
+            self.keep(value)
+        return value
+
+    def kept(self) -> Tensor | None:
+        """Return what is already there for the current width."""
+        if self.bits == FLOAT:
+            return self.master.detach()
         if self._version != self.master._version:
-            self._cache.clear()
+            self._cache.drop(self)
             self._version = self.master._version
-        if self.spec not in self._cache:
-            with torch.no_grad():
-                self._cache[self.spec] = fake_quantize(self.master, *self.grid())
-            if len(self._cache) > CACHED_WIDTHS:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(self.spec)
-        return self._cache[self.spec]
+        return self._cache.get(self)
+
+    @torch.no_grad()
+    def rounded(self) -> Tensor:
+        """Round the weight to its grid, without looking at what is kept."""
+        return quantized_weight(self.master.detach(), self.spec, self.rule)
+
+    def keep(self, value: Tensor) -> None:
+        """Remember the weight at the current width."""
+        self._cache.put(self, value)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> WeightPoint:
+        # The module moves to another device or dtype.
+        self._cache.drop(self)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 class ActivationPoint(Point):
-    """A tensor on its way into a layer. Without a range it stays in floating point at every width."""
+    """A tensor on its way into a product. Without a range it stays in floating point at every width."""
 
     kind = "activation"
 
-    def __init__(self, name: str, spec: QuantSpec, shape: Sequence[object]) -> None:
+    def __init__(self, name: str, spec: QuantSpec, shape: Sequence[object], *, fresh: bool = False) -> None:
         super().__init__(name, spec, shape)
-        self._range: Range | None = None
+        self.fresh = fresh
+        """Whether the tensor that comes in belongs to nobody else, and may be overwritten."""
+        self._ranges: dict[int, Range] = {}
         self._grid: Grid | None = None
         self.observer: Observer | None = None
 
     @property
     def range(self) -> Range | None:
-        """The interval that the grid covers, or `None` while nobody knows."""
-        return self._range
+        """The interval that the grid covers at the current width, or `None` while nobody knows."""
+        return self.range_at(self.bits)
 
-    def set_range(self, value: Range) -> None:
-        """Cover `value` from now on; a range that starts at zero gets the grid without negative codes."""
-        self._range = value
-        self.spec = QuantSpec(self.bits, self.spec.symmetric, signed=value.low < 0, axis=None)
+    def range_at(self, bits: int) -> Range | None:
+        """Return the interval for a width: its own, or the one that serves all widths without their own."""
+        return self._ranges.get(bits, self._ranges.get(FLOAT))
+
+    @property
+    def own_widths(self) -> tuple[int, ...]:
+        """The widths that have a range of their own; 32 stands for all others."""
+        return tuple(self._ranges)
+
+    def set_range(self, value: Range, *, bits: int = FLOAT) -> None:
+        """Cover `value` from now on, at one width or (by default) at all that have no range of their own.
+
+        A range that starts at zero gets the grid without negative codes.
+        """
+        self._ranges[bits] = value
         self._update()
 
     def set_bits(self, bits: int) -> None:
@@ -119,26 +200,36 @@ class ActivationPoint(Point):
 
     def _update(self) -> None:
         self._grid = None
-        if self._range is not None and self.bits != FLOAT:
-            low, high = torch.tensor(self._range.low), torch.tensor(self._range.high)
-            self._grid = make_grid(low, high, self.spec)
+        value = self.range
+        if value is None:
+            return
+        self.spec = QuantSpec(self.bits, self.spec.symmetric, signed=value.low < 0, axis=None)
+        if self.bits != FLOAT:
+            self._grid = make_grid(torch.tensor(value.low), torch.tensor(value.high), self.spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` on the grid, or untouched at 32 bits."""
         if self.observer is not None:
             self.observer.update(x)
-        return x if self._grid is None else fake_quantize(x, *self._grid)
+        if self._grid is None:
+            return x
+        if self.fresh and not torch.is_grad_enabled() and x.is_contiguous():
+            return snap_(x, *self._grid)
+        return fake_quantize(x, *self._grid)
 
 
 class InputPoint(ActivationPoint):
-    """The network's own input, which keeps the width of the data it comes as: at least `floor` bits."""
+    """The network's own input, which keeps the width of the data it comes as: at least that of an 8-bit image."""
 
     kind = "input"
     floor = 8
 
-    def set_bits(self, bits: int) -> None:
-        """Change the width, but never below that of an 8-bit image."""
-        super().set_bits(max(bits, self.floor))
+
+class AccumulatorPoint(ActivationPoint):
+    """What a convolution hands to a sum or an average: stored as an integer, but wide enough not to matter."""
+
+    kind = "accumulator"
+    floor = 8
 
 
 class Observer(ABC):
@@ -154,46 +245,6 @@ class Observer(ABC):
     def range(self) -> Range:
         """Return the range that fits all batches seen."""
 
-
-def find_points(module: fx.GraphModule) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, list[fx.Node]]]:
-    """Return the nodes to quantize: weights and activations, each with the layers that it feeds.
-
-    An activation is taken at the place where its values arise, before pooling by maximum and reshaping, so that a
-    tensor that feeds several layers is quantized once.
-    """
-    weights: dict[fx.Node, list[fx.Node]] = {}
-    activations: dict[fx.Node, list[fx.Node]] = {}
-    for layer in module.graph.nodes:
-        if layer.target not in WEIGHTED:
-            continue
-        weight = _origin(layer.args[1])
-        if weight.op == "get_attr":
-            weights.setdefault(weight, []).append(layer)
-        source = _origin(layer.args[0])
-        if source.op != "get_attr":
-            activations.setdefault(source, []).append(layer)
-    return weights, activations
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    while node.target in TRANSPARENT:
-        (node,) = [arg for arg in node.args[:1] if isinstance(arg, fx.Node)]
-    return node
-
-
-def weight_axis(layers: list[fx.Node], *, per_channel: bool) -> int | None:
-    """Return the axis that gets scales of its own, where all layers that share a weight agree on one."""
-    axes = {output_axis(layer) for layer in layers}
-    return axes.pop() if per_channel and len(axes) == 1 else None
-
-
-def point_name(node: fx.Node, taken: set[str]) -> str:
-    """Return a name that a person recognizes: the module's path, numbered where one module is used often."""
-    stem = str(node.target) if node.op in ("get_attr", "placeholder") else module_path(node)
-    stem = str(node.meta.get("anybit_after", stem))
-    name, count = stem, 1
-    while name in taken:
-        count += 1
-        name = f"{stem}:{count}"
-    taken.add(name)
-    return name
+    def ranges(self, spec: QuantSpec) -> dict[int, Range]:
+        """Return a range per width, 32 standing for all that are not named; by default one for all."""
+        return {FLOAT: self.range()}

@@ -105,25 +105,60 @@ def fake_quantize(x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int) -
     ([0.5, 3.5], [1.0, 0.0])
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return dequantize(quantize(x, scale, zero, low, high), scale, zero)
-    rounded: Tensor = _StraightThroughRound.apply(x / scale)  # type: ignore[no-untyped-call]
+        return snap_(x.clone(memory_format=torch.contiguous_format), scale, zero, low, high)
+    scaled = x / scale
+    rounded = straight_through(scaled, torch.round(scaled.detach()))
     return dequantize(torch.clamp(rounded + zero, low, high), scale, zero)
 
 
-class _StraightThroughRound(torch.autograd.Function):
-    """Round to the nearest whole number; pretend in the backward pass that nothing happened."""
+def straight_through(x: Tensor, value: Tensor) -> Tensor:
+    """Return `value`, with gradients going to `x` as if it had been that.
+
+    >>> x = torch.tensor([0.4], requires_grad=True)
+    >>> straight_through(x, torch.tensor([2.0])).backward()
+    >>> x.grad
+    tensor([1.])
+    """
+    result: Tensor = _StraightThrough.apply(x, value)  # type: ignore[no-untyped-call]
+    return result
+
+
+CHUNK = 2**16
+"""Elements that are taken through all the steps of rounding while they are in the processor's cache."""
+
+
+def snap_(x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int) -> Tensor:
+    """Move a contiguous tensor to the grid in place, bit for bit as `quantize` and `dequantize` would; return it.
+
+    >>> snap_(torch.tensor([0.26, 5.0]), torch.tensor(0.5), torch.tensor(0.0), -7, 7)
+    tensor([0.5000, 3.5000])
+    """
+    centred = not bool(zero.any())
+    parts = torch.split(x.view(-1), CHUNK) if scale.dim() == 0 else (x,)
+    for part in parts:
+        part.div_(scale).round_()
+        if centred:
+            part.clamp_(low, high)
+        else:
+            part.add_(zero).clamp_(low, high).sub_(zero)
+        part.mul_(scale)
+    return x
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The second argument, with the gradient of the first."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.round(x)
+    def forward(x: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 def quantize_tensor(x: Tensor, spec: QuantSpec) -> Tensor:

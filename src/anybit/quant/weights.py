@@ -1,0 +1,59 @@
+"""Putting a weight on its grid, by the rule that the user chose: how to round, and whether to clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.quant.uniform import fake_quantize, make_grid, min_max, quantize_tensor
+from anybit.rounding.clip import mse_range
+from anybit.rounding.grid import dequantize
+from anybit.rounding.grid import make_grid as make_numpy_grid
+from anybit.rounding.squant import squant
+from anybit.spec import FLOAT, QuantSpec, Range
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a weight becomes codes: to the nearest, or keeping sums; over all of its range, or clipped.
+
+    `channels` is the dimension that runs over output channels and `groups` those of the convolution, which
+    sum-preserving rounding needs to know.
+    """
+
+    sums: bool = False
+    clip: bool = False
+    channels: int = 0
+    groups: int = 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is nearest rounding over the whole range."""
+        return not (self.sums or self.clip)
+
+
+def weight_range(weight: Tensor, spec: QuantSpec, rule: Rule) -> Range:
+    """Return the interval that a weight's grid covers, over all channels."""
+    if rule.clip and spec.bits != FLOAT:
+        low, high = mse_range(weight.cpu().float().numpy(), spec)
+        return Range(float(low.min()), float(high.max()), "weights, clipped")
+    least, most = min_max(weight)
+    return Range(float(least), float(most), "weights")
+
+
+def quantized_weight(weight: Tensor, spec: QuantSpec, rule: Rule) -> Tensor:
+    """Return a weight on its grid."""
+    if rule.plain:
+        return quantize_tensor(weight, spec)
+    values = weight.cpu().float().numpy()
+    if rule.clip:
+        low, high = mse_range(values, spec)
+    else:
+        low, high = (t.cpu().float().numpy() for t in min_max(weight, spec.axis))
+    if not rule.sums:
+        return fake_quantize(weight, *make_grid(torch.from_numpy(low), torch.from_numpy(high), spec))
+    grid = make_numpy_grid(low, high, spec)
+    codes = squant(values, *grid, axis=rule.channels, groups=rule.groups)
+    return torch.from_numpy(dequantize(codes, grid.scale, grid.zero)).to(weight)

@@ -1,0 +1,406 @@
+"""`prepare` on whole architectures, and what it finds there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import ARCHITECTURES, Architecture, UNet, block
+from cases import CASES, Case, images, warmed_up
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import anybit
+from anybit.errors import CaptureError, SpecError
+from anybit.models import build_model
+from anybit.quant.decompose import attention
+from anybit.quant.network import QuantizedNetwork
+from anybit.quant.points import ActivationPoint, WeightPoint
+
+EVERYTHING: list[Case | Architecture] = [*CASES, *ARCHITECTURES]
+
+
+def prepared(case: Case | Architecture, model: nn.Module, **options: Any) -> QuantizedNetwork:
+    data = None if case.data_free else [(case.inputs(8), None)]
+    return anybit.prepare(model, case.inputs(2), calibration=data, **options)
+
+
+def masters(net: QuantizedNetwork) -> dict[str, WeightPoint]:
+    return {p.name: p for p in net.points if isinstance(p, WeightPoint)}
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES, ids=lambda c: c.name)
+def test_an_architecture_is_taken_as_it_comes(case: Architecture) -> None:
+    torch.manual_seed(0)
+    model = case.build().eval()
+    before = copy.deepcopy(model.state_dict())
+    net = prepared(case, model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    for n in (1, 5):
+        inputs = case.inputs(n)
+        with torch.no_grad():
+            want, got = (pytree.tree_leaves(case.run(m, inputs)) for m in (model, net))
+        assert len(want) == len(got) > 0
+        for a, b in zip(want, got, strict=True):
+            assert float((a - b).abs().max()) <= 1e-5 * float(a.abs().max())
+    net.set_bits(weights=8, activations=8)
+    with torch.no_grad():
+        rounded = pytree.tree_leaves(case.run(net, inputs))
+    assert any(not torch.equal(a, b) for a, b in zip(got, rounded, strict=True))
+
+
+def product_weights(model: nn.Module) -> set[str]:
+    """The weights that a product must have, read off the modules instead of the graph."""
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
+    return {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, kinds)}
+
+
+@pytest.mark.parametrize("case", EVERYTHING, ids=lambda c: c.name)
+def test_every_product_has_its_weight_and_its_input_on_a_grid(case: Case | Architecture) -> None:
+    torch.manual_seed(0)
+    model = case.build().eval()
+    net = prepared(case, model)
+    names = [entry.name for entry in net.plan]
+    assert len(names) == len(set(names))
+    # A head that the output does not use is gone from the graph; all other layers are there.
+    assert product_weights(model) >= {n for n in masters(net) if n in dict(model.named_parameters())} - {
+        n for n in masters(net) if ".weight_" in n or "_l0" in n
+    }
+    net.set_bits(weights=2, activations=2)
+    for node in net.body.graph.nodes:
+        if node.op == "call_module" or str(node.target).split(".")[1:2] not in (["linear"], ["conv2d"], ["matmul"]):
+            continue
+        for operand in node.args[:2]:
+            while operand.op == "call_function" and operand.args and isinstance(operand.args[0], torch.fx.Node):
+                operand = operand.args[0]  # through pooling, reshaping, pieces of a split
+            assert operand.op in ("call_module", "call_function"), f"{node}: {operand} is not on a grid"
+
+
+def test_shared_table_weights_are_all_found() -> None:
+    for case in EVERYTHING:
+        torch.manual_seed(0)
+        model = case.build().eval()
+        expected = product_weights(model)
+        if case.name == "two-inputs":
+            expected = {n for n in expected if "unused" not in n}
+        missing = expected - set(masters(prepared(case, model)))
+        assert not missing or case.name == "two-inputs", f"{case.name}: {missing}"
+
+
+def test_recurrent_weights_are_found_once_though_used_at_every_step() -> None:
+    case = next(c for c in CASES if c.name == "recurrent")
+    names = set(masters(prepared(case, case.build().eval())))
+    assert {"lstm.weight_ih_l0", "lstm.weight_hh_l0", "gru.weight_ih_l0", "gru.weight_hh_l0", "head.weight"} == names
+
+
+class Products(nn.Module):
+    """Matrix products written in every way, with constants on either side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = nn.Parameter(torch.randn(6, 5))
+        self.left = nn.Parameter(torch.randn(4, 3))
+        self.mixed = nn.Parameter(torch.randn(5, 7))
+        self.added = nn.Parameter(torch.randn(8, 7))
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:  # (n, 3, 6)
+        x = self.left @ (x @ self.right)
+        x = torch.einsum("ntd,dk->ntk", torch.relu(x), self.mixed)
+        return torch.addmm(self.bias, x.mean(1), self.added.t())
+
+
+def test_matrix_products_with_constants_are_weights_with_the_right_channels() -> None:
+    torch.manual_seed(0)
+    net = anybit.prepare(Products(), torch.randn(2, 3, 6), calibration=[torch.randn(8, 3, 6)], per_channel=True)
+    axes = {name: point.spec.axis for name, point in masters(net).items()}
+    assert axes == {"right": 1, "left": 0, "mixed": None, "added": 0}
+    kinds = [entry.kind for entry in net.plan]
+    assert kinds.count("weight") == 4
+    assert kinds.count("input") == 1
+    net.set_bits(weights=2, activations=32)
+    with torch.no_grad():
+        rounded = masters(net)["right"]()
+    assert all(len(column.unique()) <= 3 for column in rounded.T)
+    assert len(rounded.abs().amax(0).unique()) == 5
+
+
+class Tied(nn.Module):
+    """A language model whose output layer is its embedding table, and one layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.twice = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.twice(torch.relu(self.twice(self.table(tokens)))))
+
+
+def test_tied_weights_stay_tied() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    tokens = torch.randint(0, 11, (4, 5))
+    net = anybit.prepare(model, tokens, calibration=[tokens])
+    assert len(masters(net)) == 2
+    (table,) = (p for p in masters(net).values() if tuple(p.shape) == (11, 8))
+    assert sum(p.numel() for p in net.parameters()) == sum(p.numel() for p in model.parameters())
+    with torch.no_grad():
+        table.master.mul_(2.0)
+        model.table.weight.mul_(2.0)
+        torch.testing.assert_close(net(tokens), model(tokens))
+
+
+def test_what_meets_in_a_concatenation_shares_one_grid() -> None:
+    torch.manual_seed(0)
+    net = anybit.prepare(warmed_up(UNet(), images(3, 16, 16)).eval(), torch.randn(2, 3, 16, 16))
+    ranges = {entry.name: entry.range for entry in net.plan if entry.kind == "activation"}
+    assert ranges["one.2"] == ranges["four.2"]
+    assert ranges["two.2"] == ranges["relu_3"]
+    assert ranges["one.2"] != ranges["two.2"]
+    # Each tensor is rounded once: no second point behind the concatenation.
+    assert [entry.kind for entry in net.plan].count("activation") == 6
+
+
+class Attends(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        masked = {} if self.options.get("is_causal") else {"attn_mask": mask}
+        return F.scaled_dot_product_attention(q, k, k, **masked, **self.options)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}])
+@pytest.mark.parametrize("boolean", [True, False])
+def test_attention_written_out_is_attention(options: dict[str, Any], boolean: bool) -> None:
+    torch.manual_seed(0)
+    heads = 4 if options.get("enable_gqa") else 2
+    q, k = torch.randn(3, heads, 5, 8), torch.randn(3, 2, 5, 8)
+    mask = torch.rand(3, 1, 5, 5) > 0.3 if boolean else torch.randn(3, 1, 5, 5)
+    mask = mask | torch.eye(5, dtype=torch.bool) if boolean else mask
+    model = Attends(**options)
+    given = {} if options.get("is_causal") else {"attn_mask": mask}
+    torch.testing.assert_close(attention(q, k, k, **given, **options), model(q, k, mask))
+    net = anybit.prepare(model, (q, k, mask), calibration=[((q, k, mask), None)])
+    torch.testing.assert_close(net(q, k, mask), model(q, k, mask))
+    # The key and value, the scaled query, the softmax.
+    assert sorted(entry.kind for entry in net.plan) == ["activation", "activation", "input"]
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return warmed_up(build_model("small-conv", channels=1, classes=10, width=0.5), images(1, 8, 8)).eval()
+
+
+X = torch.rand(4, 1, 8, 8)
+
+
+@pytest.mark.parametrize(("ends", "floor"), [("same", 3), ("8-bit", 8), ("float", 32)])
+def test_first_and_last_layers_can_be_spared(ends: Any, floor: int) -> None:
+    net = anybit.prepare(small(), X, input_range=(0, 1), ends=ends)
+    net.set_bits(weights=3, activations=3)
+    points = [p for p in net.points if isinstance(p, WeightPoint)]
+    assert [p.bits for p in points] == [floor, *[3] * (len(points) - 2), floor]
+    activations = [p for p in net.points if p.kind == "activation"]
+    assert [p.bits for p in activations] == [*[3] * (len(activations) - 1), floor]
+    assert {p.bits for p in net.points if p.kind == "input"} == {max(8, floor)}
+    net.set_bits(weights=16, activations=16)
+    assert {p.bits for p in points[:1]} == {max(16, floor)}
+    net.set_bits(weights=32, activations=32)
+    assert {p.bits for p in net.points} == {32}
+
+
+def test_ends_must_be_a_known_word() -> None:
+    with pytest.raises(SpecError, match="ends is one of same, 8-bit, float"):
+        anybit.prepare(small(), X, ends="first")  # type: ignore[arg-type]
+
+
+def test_layers_get_widths_of_their_own_by_pattern() -> None:
+    net = anybit.prepare(small(), X, input_range=(0, 1))
+    first = next(iter(masters(net)))
+    net.set_bits(weights=4, activations=5, layers={"features.*": (6, 7), first: anybit.Bits(2, 2)})
+    for point in net.points:
+        if point.name == first:
+            assert point.bits == 2
+        elif point.name.startswith("features."):
+            assert point.bits == (6 if point.kind == "weight" else max(7, point.floor))
+        elif point.kind in ("weight", "activation"):
+            assert point.bits == (4 if point.kind == "weight" else 5)
+    layer = first.removesuffix(".weight")
+    with net.at(weights=8, activations=8, layers={layer: (3, 3)}):
+        assert masters(net)[first].bits == 3
+        assert net.layers == {layer: anybit.Bits(3, 3)}
+    assert masters(net)[first].bits == 2
+    assert net.bits == anybit.Bits(4, 5)
+    net.set_bits(weights=4, activations=5)
+    assert {p.bits for p in masters(net).values()} == {4}
+    assert net.layers == {}
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"nothing.*": (4, 4)}, "no point matches the pattern 'nothing"),
+        ({"features.*": (1, 4)}, "must be 2 to 16"),
+        ({"features.*": 4}, r"are a pair \(weights, activations\)"),
+        ({"features.*": (4, 4, 4)}, r"are a pair \(weights, activations\)"),
+    ],
+)
+def test_bad_layers_change_nothing(layers: Any, message: str) -> None:
+    net = anybit.prepare(small(), X, input_range=(0, 1))
+    net.set_bits(weights=4, activations=4, layers={"features.*": (3, 3)})
+    before = [p.bits for p in net.points]
+    want = net(X)
+    with pytest.raises(SpecError, match=message):
+        net.set_bits(weights=8, activations=8, layers=layers)
+    assert [p.bits for p in net.points] == before
+    assert torch.equal(net(X), want)
+    assert net.bits == anybit.Bits(4, 4)
+
+
+def test_input_ranges_by_name() -> None:
+    case = next(c for c in CASES if c.name == "two-inputs")
+    model = case.build().eval()
+    ranges = {"picture": (0.0, 1.0)}
+    net = anybit.prepare(model, case.inputs(2), calibration=[(case.inputs(8), None)], input_range=ranges)
+    found = {entry.name: entry.range for entry in net.plan if entry.kind == "input"}
+    assert found["picture"] is not None
+    assert (found["picture"].low, found["picture"].high) == (0.0, 1.0)
+    assert found["features"] is not None
+    assert found["features"].source == "calibration, min-max"
+    with pytest.raises(SpecError, match="no input 'image' feeds a layer; those that do are picture, features"):
+        anybit.prepare(model, case.inputs(2), input_range={"image": (0, 1)})
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if bool(x.sum() > 0) else -x
+
+
+class Counts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * int(x.abs().max().item())
+
+
+class Leaves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(x.detach().numpy() * 2)
+
+
+class Many(nn.Module):
+    """Several modules that cannot be captured, one inside another, and good ones between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4), Branches(), nn.ReLU())
+        self.count = Counts()
+        self.good = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.leaves = Leaves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leaves(self.good(self.count(self.inner(self.stem(x)))))
+
+
+def test_all_reasons_are_listed_each_with_its_module_and_what_to_do() -> None:
+    model = Many()
+    with pytest.raises(CaptureError) as caught:
+        anybit.prepare(model, torch.rand(4, 4))
+    problems = {p.partition(":")[0]: p for p in caught.value.problems}
+    assert set(problems) == {"inner.1", "count", "leaves"}
+    assert "torch.where" in problems["inner.1"]
+    assert ".item()" in problems["count"]
+    assert "numpy" in problems["leaves"]
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all(not module._forward_hooks for module in model.modules())
+    model(torch.rand(4, 4))
+
+
+class OwnFault(nn.Module):
+    """A parent with a fault of its own around a child with another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Branches()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.child(x)
+        return x + 1 if bool(x.mean() > 0.5) else x
+
+
+def test_a_parent_is_blamed_only_for_its_own_faults() -> None:
+    with pytest.raises(CaptureError) as caught:
+        anybit.prepare(nn.Sequential(nn.Linear(4, 4), OwnFault()), torch.rand(4, 4))
+    assert [p.partition(":")[0] for p in caught.value.problems] == ["1.child", "1"]
+
+
+def test_an_example_that_the_model_cannot_take_is_said_so() -> None:
+    with pytest.raises(CaptureError, match="itself fails on the example input"):
+        anybit.prepare(small(), torch.rand(2, 3, 8, 8))
+
+
+def test_the_cache_keeps_what_fits_and_always_what_is_in_use() -> None:
+    net = anybit.prepare(small(), X, input_range=(0, 1))
+    cache = next(iter(masters(net).values()))._cache
+    size = sum(p.master.numel() * 4 for p in masters(net).values())
+    for bits in (2, 3, 4, 5):
+        net.set_bits(weights=bits, activations=8)
+    assert cache.nbytes == 4 * size
+    cache.limit = 2 * size
+    net.set_bits(weights=6, activations=8)
+    assert cache.nbytes <= 2 * size
+    cache.limit = 0
+    for bits in (7, 8):
+        net.set_bits(weights=bits, activations=8)
+        assert cache.nbytes == size
+    kept = [p.quantized() for p in masters(net).values()]
+    net.set_bits(weights=8, activations=4)
+    assert all(a is p.quantized() for a, p in zip(kept, masters(net).values(), strict=True))
+
+
+def test_a_copy_has_a_cache_of_its_own_and_moving_to_another_dtype_is_seen() -> None:
+    net = anybit.prepare(small(), X, input_range=(0, 1))
+    net.set_bits(weights=4, activations=4)
+    with torch.no_grad():
+        want = net(X)
+        other = copy.deepcopy(net)
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+        other.set_bits(weights=4, activations=4)
+        assert not torch.equal(other(X), want)
+        assert torch.equal(net(X), want)
+        double = copy.deepcopy(net).double()
+        assert double(X.double()).dtype is torch.float64
+        torch.testing.assert_close(double(X.double()).float(), want, rtol=1e-3, atol=1e-3)
+
+
+def test_the_users_input_is_never_written_into() -> None:
+    model = nn.Sequential(block(1, 4, activation=nn.ReLU()), nn.Flatten(), nn.Linear(256, 3))
+    net = anybit.prepare(warmed_up(model, images(1, 8, 8)).eval(), X, input_range=(0, 0.5))
+    net.set_bits(weights=4, activations=4)
+    x = X.clone()
+    with torch.no_grad():
+        assert torch.equal(net(x), net(x))
+    assert torch.equal(x, X)
+
+
+def test_with_and_without_gradients_the_numbers_are_the_same() -> None:
+    for options in ({}, {"symmetric": False}, {"per_channel": True}, {"helpers": "all"}):
+        net = anybit.prepare(small(), X, input_range=(0, 1), **options)  # type: ignore[arg-type]
+        net.set_bits(weights=4, activations=5)
+        with torch.no_grad():
+            want = net(X)
+        torch.testing.assert_close(net(X).detach(), want, rtol=0, atol=0)
+
+
+def test_points_without_a_range_are_refused_by_name_but_accumulators_are_not() -> None:
+    net = anybit.prepare(small(), X)
+    net.set_bits(weights=4, activations=4)
+    assert all(p.range is not None for p in net.points if isinstance(p, ActivationPoint) and p.kind == "activation")
