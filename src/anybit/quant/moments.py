@@ -156,8 +156,9 @@ def through_layer(
 ) -> Moments:
     """Return the moments of a convolution's or linear layer's output where no batch norm follows.
 
-    Channels are taken as independent. The taps of one channel's kernel see neighbours, which are alike, so their
-    standard deviations add: the wider of the two extremes. The interval never exceeds what the input's allows.
+    Channels are taken as independent, so the interval grows as in a sum of them, by the root of the squares, and is at
+    least n standard deviations to either side. The taps of one channel's kernel see neighbours, which are alike, so
+    their standard deviations add: the wider of the two extremes. The interval never exceeds what the input's allows.
 
     >>> x = gaussian(torch.tensor([1.0, 0.0]), torch.tensor([3.0, 4.0]), n=2, source="a")
     >>> y = through_layer(x, torch.ones(1, 2), None, n=2)
@@ -178,13 +179,19 @@ def through_layer(
     shift = torch.zeros(outs, dtype=torch.float64) if bias is None else bias.detach().double()
     mean = ((positive + negative) * inputs(x.mean)).sum(1) + shift
     var = ((positive - negative) ** 2 * inputs(x.var)).sum(1)
+    below, above = inputs(x.mean - x.low), inputs(x.high - x.mean)
+    # A rectified input has a long tail above and next to none below, which its variance does not tell apart.
+    up = torch.maximum((positive * above - negative * below).square().sum(1).sqrt(), n * var.sqrt())
+    down = torch.maximum((positive * below - negative * above).square().sum(1).sqrt(), n * var.sqrt())
     low, high = inputs(x.low).clamp(max=0), inputs(x.high).clamp(min=0)  # the border is padded with zeros
     lowest, highest = (positive * low + negative * high).sum(1), (positive * high + negative * low).sum(1)
-    std = var.sqrt()
     return Moments(
-        mean, var, torch.maximum(mean - n * std, lowest + shift), torch.minimum(mean + n * std, highest + shift),
+        mean,
+        var,
+        torch.maximum(mean - down, lowest + shift),
+        torch.minimum(mean + up, highest + shift),
         x.source if x.source.endswith(ESTIMATED) else x.source + ESTIMATED,
-    )  # fmt: skip
+    )
 
 
 def propagate(module: fx.GraphModule, known: dict[fx.Node, BatchNorm], *, n: float = 6.0) -> dict[fx.Node, Moments]:
@@ -226,7 +233,7 @@ def _apply(module: fx.GraphModule, node: fx.Node, moments: dict[fx.Node, Moments
     plain = not any(isinstance(arg, fx.Node) for arg in node.args[1:])
     if target in ELEMENTWISE or (target in SCALAR_ARITHMETIC and plain):
         return through_function(x, lambda grid: target(grid, *node.args[1:], **node.kwargs))
-    if target in (aten.add.Tensor, aten.mul.Tensor):
+    if target in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor):
         return _of_two(node, x, moments)
     if target in WEIGHTED:
         return _layer(module, node, x, n)
@@ -244,7 +251,9 @@ def _of_two(node: fx.Node, x: Moments, moments: dict[fx.Node, Moments]) -> Momen
         return None
     if other is node.args[0]:  # a tensor with itself is a function of one value
         return through_function(x, lambda grid: node.target(grid, grid))  # type: ignore[operator]
-    return add(x, y) if node.target is aten.add.Tensor else multiply(x, y)
+    if node.target is aten.sub.Tensor:
+        y = replace(y, mean=-y.mean, low=-y.high, high=-y.low)
+    return multiply(x, y) if node.target is aten.mul.Tensor else add(x, y)
 
 
 def _same_channels(node: fx.Node) -> bool:

@@ -102,6 +102,10 @@ ELEMENTWISE = {
     aten.sigmoid.default,
     aten.tanh.default,
     aten.softplus.default,
+    aten.neg.default,
+    aten.abs.default,
+    aten.rsub.Scalar,
+    aten.pow.Tensor_Scalar,
 }
 """Functions of one value, so that the range of the output follows from that of the input."""
 
