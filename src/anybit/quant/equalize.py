@@ -194,7 +194,7 @@ def _follow(node: fx.Node, user: fx.Node, dim: int) -> tuple[int | None, int]:
     if target in REDUCING:
         return _reduced(user, dim, len(before)), 1
     if target is aten.pad.default:
-        return (dim if _pads_with_zeros(user) and dim < len(before) - len(user.args[1]) // 2 else None), 1  # type: ignore
+        return (dim if _pads_with_zeros(user, dim, len(before)) else None), 1
     if target in RESHAPING and dim == 1:
         return _reshaped(before, user.meta["val"].shape)
     return None, 1
@@ -211,11 +211,14 @@ def _reduced(node: fx.Node, dim: int, rank: int) -> int | None:
     return dim if keeps else dim - sum(d < dim for d in gone)
 
 
-def _pads_with_zeros(node: fx.Node) -> bool:
-    """Tell whether padding adds zeros, or copies of what is there."""
+def _pads_with_zeros(node: fx.Node, dim: int, rank: int) -> bool:
+    """Tell whether padding adds zeros, or copies of what is there, and no channels."""
+    widths = node.args[1]
+    assert isinstance(widths, list | tuple)
     mode = node.args[2] if len(node.args) > 2 else "constant"
     value = node.args[3] if len(node.args) > 3 else None
-    return not node.kwargs and (mode != "constant" or not value)
+    across = 2 * (rank - 1 - dim)  # from the last dimension to the first, two widths each
+    return not node.kwargs and not any(widths[across : across + 2]) and (mode != "constant" or not value)
 
 
 def _reshaped(before: torch.Size, after: torch.Size) -> tuple[int | None, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from anybit.errors import SpecError
+from anybit.quant.allocate import Allocation, allocate
 from anybit.quant.bias import CorrectedBias
 from anybit.quant.points import ActivationPoint, Point, WeightPoint
 from anybit.spec import FLOAT, Bits, Range
@@ -145,6 +146,10 @@ class QuantizedNetwork(nn.Module):
             yield self
         finally:
             self.set_bits(weights=before.weights, activations=before.activations, layers=apart)
+
+    def allocate(self, *, budget: float, loader: Iterable[Any], **options: Any) -> Allocation:
+        """Choose a width for every weight under a budget; see `anybit.quant.allocate.allocate`."""
+        return allocate(self, budget=budget, loader=loader, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network as the original was called."""

@@ -34,26 +34,28 @@ class Rule:
         return not (self.sums or self.clip)
 
 
+def weight_limits(weight: Tensor, spec: QuantSpec, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Return the ends of a weight's grid, per tensor or per channel: all entries, or what clipping leaves."""
+    if not rule.clip or spec.bits == FLOAT:
+        return min_max(weight, spec.axis)
+    low, high = mse_range(weight.cpu().float().numpy(), spec)
+    return torch.as_tensor(low).to(weight), torch.as_tensor(high).to(weight)
+
+
 def weight_range(weight: Tensor, spec: QuantSpec, rule: Rule) -> Range:
     """Return the interval that a weight's grid covers, over all channels."""
-    if rule.clip and spec.bits != FLOAT:
-        low, high = mse_range(weight.cpu().float().numpy(), spec)
-        return Range(float(low.min()), float(high.max()), "weights, clipped")
-    least, most = min_max(weight)
-    return Range(float(least), float(most), "weights")
+    low, high = weight_limits(weight, spec, rule)
+    clipped = rule.clip and spec.bits != FLOAT
+    return Range(float(low.min()), float(high.max()), "weights, clipped" if clipped else "weights")
 
 
 def quantized_weight(weight: Tensor, spec: QuantSpec, rule: Rule) -> Tensor:
     """Return a weight on its grid."""
     if rule.plain:
         return quantize_tensor(weight, spec)
-    values = weight.cpu().float().numpy()
-    if rule.clip:
-        low, high = mse_range(values, spec)
-    else:
-        low, high = (t.cpu().float().numpy() for t in min_max(weight, spec.axis))
+    low, high = weight_limits(weight, spec, rule)
     if not rule.sums:
-        return fake_quantize(weight, *make_grid(torch.from_numpy(low), torch.from_numpy(high), spec))
-    grid = make_numpy_grid(low, high, spec)
-    codes = squant(values, *grid, axis=rule.channels, groups=rule.groups)
+        return fake_quantize(weight, *make_grid(low, high, spec))
+    grid = make_numpy_grid(low.cpu().float().numpy(), high.cpu().float().numpy(), spec)
+    codes = squant(weight.cpu().float().numpy(), *grid, axis=rule.channels, groups=rule.groups)
     return torch.from_numpy(dequantize(codes, grid.scale, grid.zero)).to(weight)

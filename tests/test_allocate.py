@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import images, warmed_up
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import anybit
+from anybit.errors import DataError, SpecError
+from anybit.models import build_model
+from anybit.quant.allocate import bounds, cheapest
+from anybit.quant.network import QuantizedNetwork
+from anybit.quant.points import WeightPoint
+
+rows = st.integers(1, 4).flatmap(
+    lambda n: st.lists(
+        st.lists(st.tuples(st.floats(0, 10), st.integers(1, 9)), min_size=n, max_size=n), min_size=1, max_size=5
+    )
+)
+
+
+@given(rows, st.integers(1, 40))
+@settings(deadline=None, max_examples=300)
+def test_no_choice_within_the_budget_is_cheaper(table: list[list[tuple[float, int]]], budget: int) -> None:
+    costs, sizes = [[c for c, _ in row] for row in table], [[s for _, s in row] for row in table]
+    fitting = [
+        sum(costs[r][i] for r, i in enumerate(pick))
+        for pick in itertools.product(*(range(len(row)) for row in table))
+        if sum(sizes[r][i] for r, i in enumerate(pick)) <= budget
+    ]
+    if not fitting:
+        with pytest.raises(SpecError, match="less than the smallest"):
+            cheapest(costs, sizes, budget)
+        return
+    pick = cheapest(costs, sizes, budget)
+    assert sum(sizes[r][i] for r, i in enumerate(pick)) <= budget
+    assert sum(costs[r][i] for r, i in enumerate(pick)) == pytest.approx(min(fitting), abs=1e-9)
+
+
+def test_many_layers_are_solved_exactly_in_no_time() -> None:
+    """Fifty layers, seven widths: 7**50 choices. With equal sizes the answer is known from sorting the gains."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.rand(50, generator=generator).tolist()
+    costs = [[s / 2**b for b in range(2, 9)] for s in scale]
+    pick = cheapest(costs, [[10 * b for b in range(2, 9)] for _ in scale], 50 * 40)
+    gains = sorted((s / 2**b - s / 2 ** (b + 1) for s in scale for b in range(2, 8)), reverse=True)[: 50 * 2]
+    assert sum(c[i] for c, i in zip(costs, pick, strict=True)) == pytest.approx(sum(s / 4 for s in scale) - sum(gains))
+
+
+def network(**options: object) -> QuantizedNetwork:
+    torch.manual_seed(0)
+    model = warmed_up(build_model("small-conv", channels=1, classes=10, width=0.5), images(1, 8, 8)).eval()
+    return anybit.prepare(model, torch.rand(2, 1, 8, 8), input_range=(0, 1), **options)  # type: ignore[arg-type]
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.rand(16, 1, 8, 8, generator=generator), torch.arange(16) % 10) for _ in range(3)]
+
+
+@pytest.mark.parametrize("options", [{}, {"per_channel": True}, {"helpers": ["clip"]}])
+def test_the_bound_is_half_a_bin_times_the_gradient(options: dict[str, object]) -> None:
+    net = network(**options)
+    found = bounds(net, batches(), [3, 6])
+    point = next(p for p in net.points if isinstance(p, WeightPoint))
+    norms = []
+    for x, y in batches():
+        (grad,) = torch.autograd.grad(F.cross_entropy(net(x), y), point.master)
+        norms.append(grad.abs())
+    for index, bits in enumerate((3, 6)):
+        net.set_bits(weights=bits, activations=32)
+        levels = 2 ** (bits - 1) - 1
+        with torch.no_grad():
+            top = point.quantized().abs()
+        top = top.amax((1, 2, 3), keepdim=True) if options.get("per_channel") else top.max()
+        want = torch.stack([(n * top / levels / 2).sum() for n in norms]).mean()
+        assert found[point.name][index] == pytest.approx(float(want), rel=1e-4)
+    # Twice the width of a bin is twice the bound: 3 bits have 3 levels, 6 have 31.
+    if not options.get("helpers"):
+        assert found[point.name][0] / found[point.name][1] == pytest.approx(31 / 3, rel=1e-4)
+
+
+def test_an_allocation_meets_its_budget_and_beats_equal_widths_in_the_bound() -> None:
+    net = network()
+    net.set_bits(weights=5, activations=7)
+    allocation = net.allocate(budget=4, loader=batches())
+    assert (net.bits, net.layers) == (anybit.Bits(5, 7), {})
+    assert allocation.average_bits <= 4
+    counts = {p.name: p.master.numel() for p in net.points if isinstance(p, WeightPoint)}
+    assert set(allocation.layers) == set(counts)
+    bits = sum(counts[name] * pair.weights for name, pair in allocation.layers.items())
+    assert allocation.average_bits == pytest.approx(bits / sum(counts.values()))
+    assert allocation.size == -(-bits // 8)
+    at_four = bounds(net, batches(), [4])
+    assert allocation.predicted < sum(value for (value,) in at_four.values())
+    net.set_bits(weights=8, activations=8, layers=allocation.layers)
+    losses = [F.cross_entropy(net(x), y).item() for x, y in batches()]
+    assert allocation.measured == pytest.approx(sum(losses) / 3, rel=1e-5)
+    net.set_bits(weights=32, activations=32)
+    losses = [F.cross_entropy(net(x), y).item() for x, y in batches()]
+    assert allocation.loss == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert len(str(allocation).splitlines()) == len(counts) + 1
+    assert all(p.master.grad is None for p in net.points if isinstance(p, WeightPoint))
+
+
+def test_bytes_and_bits_are_the_same_budget() -> None:
+    net = network()
+    total = sum(p.master.numel() for p in net.points if isinstance(p, WeightPoint))
+    one, two = (
+        net.allocate(budget=3, loader=batches()),
+        net.allocate(budget=3 * total / 8, loader=batches(), unit="bytes"),
+    )
+    assert one.layers == two.layers
+
+
+def test_layers_that_are_kept_wide_take_their_share_of_the_budget() -> None:
+    net = network(ends="8-bit")
+    allocation = net.allocate(budget=4, loader=batches(), activations=32)
+    net.set_bits(weights=8, activations=32, layers=allocation.layers)
+    points = [p for p in net.points if isinstance(p, WeightPoint)]
+    used = sum(p.bits * p.master.numel() for p in points)
+    assert used / sum(p.master.numel() for p in points) == pytest.approx(allocation.average_bits)
+    assert allocation.average_bits <= 4
+    assert points[0].bits == points[-1].bits == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"budget": 1.5}, SpecError, "cannot be met: even at the narrowest widths the weights take 2.00 bits"),
+        ({"budget": 4, "unit": "stones"}, SpecError, "unit is"),
+        ({"budget": 4, "widths": (1, 2)}, SpecError, "must be 2 to 16"),
+        ({"budget": 4, "widths": ()}, SpecError, "one or more of 2 to 16"),
+        ({"budget": 4, "activations": 99}, SpecError, "activations must be"),
+        ({"budget": 4, "loader": []}, DataError, "saw no data"),
+        ({"budget": 4, "loader": [torch.rand(2, 1, 8, 8)]}, DataError, "needs labels"),
+    ],
+)
+def test_bad_requests_are_refused_and_change_nothing(
+    options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    net = network()
+    net.set_bits(weights=5, activations=7)
+    with pytest.raises(error, match=message):
+        net.allocate(**{"loader": batches(), **options})  # type: ignore[arg-type]
+    assert net.bits == anybit.Bits(5, 7)
