@@ -185,10 +185,10 @@ def _correct_biases(
             outs = point.master.shape[1] * groups if transposed else point.master.shape[0]
             ins = point.master.shape[0] if transposed else point.master.shape[1] * groups
             old = layer.args[2] if len(layer.args) > 2 else None
-            bias = attribute(body, old) if isinstance(old, fx.Node) else point.master.new_zeros(outs)
-            module = CorrectedBias(
-                point, nn.Parameter(bias.detach()), x.mean.expand(ins), groups=groups, transposed=transposed
-            )
+            bias = attribute(body, old) if isinstance(old, fx.Node) else point.master.detach().new_zeros(outs)
+            # A bias that two layers share stays one parameter.
+            own = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+            module = CorrectedBias(point, own, x.mean.expand(ins), groups=groups, transposed=transposed)
             target = f"bias_{len(list(body.children()))}"
             body.add_submodule(target, module)
             with body.graph.inserting_before(layer):
