@@ -404,3 +404,49 @@ def test_points_without_a_range_are_refused_by_name_but_accumulators_are_not() -
     net = anybit.prepare(small(), X)
     net.set_bits(weights=4, activations=4)
     assert all(p.range is not None for p in net.points if isinstance(p, ActivationPoint) and p.kind == "activation")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (
+            (torch.rand(2, 3, 8, 8),),
+            {},
+            r"argument 1 must have the shape \(N, 1, 8, 8\) of the example, got \(2, 3, 8, 8\)",
+        ),
+        ((torch.rand(8, 8),), {}, r"argument 1 must have the shape"),
+        (("image",), {}, "argument 1 must be a tensor of shape .*, got str"),
+        ((), {}, "called as in its example, with argument 1 of shape .*; got nothing"),
+        ((X, X), {}, "called as in its example"),
+        ((), {"x": X}, "called as in its example"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    net = anybit.prepare(small(), X)
+    net.set_bits(weights=4, activations=4)
+    want = net(X)
+    with pytest.raises(SpecError, match=message):
+        net(*args, **kwargs)
+    assert torch.equal(net(X), want)
+
+
+class Optional(nn.Module):
+    """Arguments that are not tensors, nested ones, and keywords in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor], mask: Tensor | None = None, *, flag: bool = False) -> Tensor:
+        y = self.layer(pair[0]) + pair[1]
+        return y * 2 if flag else y
+
+
+def test_flags_and_nested_inputs_are_taken() -> None:
+    model = Optional()
+    pair = (torch.randn(3, 4), torch.randn(3, 4))
+    net = anybit.prepare(model, {"pair": pair, "mask": None, "flag": True}, input_range=(-3, 3))
+    new = (torch.randn(5, 4), torch.randn(5, 4))
+    torch.testing.assert_close(net(flag=True, mask=None, pair=new), model(new, flag=True))
+    with pytest.raises(SpecError, match=r"pair\[1\] must have the shape \(N, 4\)"):
+        net(pair=(new[0], torch.randn(5, 3)), mask=None, flag=True)

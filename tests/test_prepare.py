@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import anybit
 from anybit.errors import AnybitError, CaptureError, DataError, RangeError, SpecError
 from anybit.models import build_model
-from anybit.quant.points import ActivationPoint, InputPoint, WeightPoint
+from anybit.quant.points import WeightPoint
 from anybit.quant.uniform import fake_quantize, make_grid, quantize_tensor
 from anybit.spec import QuantSpec
 
@@ -121,7 +121,7 @@ def test_at_restores_the_widths_also_when_the_body_raises() -> None:
     with net.at(weights=2, activations=2):
         assert net.bits == anybit.Bits(2, 2)
     assert net.bits == anybit.Bits(6, 5)
-    with pytest.raises(RuntimeError, match="to be a tensor"), net.at(weights=2, activations=2):
+    with pytest.raises(SpecError, match="must be a tensor"), net.at(weights=2, activations=2):
         net("not a tensor")
     assert net.bits == anybit.Bits(6, 5)
     assert {p.bits for p in net.points if isinstance(p, WeightPoint)} == {6}

@@ -73,6 +73,9 @@ def capture(model: nn.Module, example: Example) -> fx.GraphModule:
     if problems := [p for node in module.graph.nodes if (p := _fixed_batch(node))]:
         raise CaptureError(f"{type(model).__name__} works at one batch size only", problems)
     _drop_bookkeeping(module)
+    # What comes in is checked by `Signature`, with messages that name the input.
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks_with_kwargs.clear()
     for name in ("train", "eval"):
         # An exported module refuses to change mode; ours has no operator that depends on it.
         module.__dict__.pop(name, None)

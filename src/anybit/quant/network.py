@@ -18,6 +18,7 @@ from anybit.errors import SpecError
 from anybit.quant.allocate import Allocation, allocate
 from anybit.quant.bias import CorrectedBias
 from anybit.quant.points import ActivationPoint, Point, WeightPoint
+from anybit.quant.signature import Signature
 from anybit.spec import FLOAT, Bits, Range
 
 LayerWidths = Mapping[str, Bits | tuple[int, int]]
@@ -70,9 +71,10 @@ class QuantizedNetwork(nn.Module):
     back the original output, bit for bit.
     """
 
-    def __init__(self, body: fx.GraphModule, points: list[Point]) -> None:
+    def __init__(self, body: fx.GraphModule, points: list[Point], takes: Signature) -> None:
         super().__init__()
         self.body = body
+        self._takes = takes
         self._points = points
         self._biases = [module for module in body.modules() if isinstance(module, CorrectedBias)]
         self._bits = Bits()
@@ -152,7 +154,8 @@ class QuantizedNetwork(nn.Module):
         return allocate(self, budget=budget, loader=loader, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network as the original was called."""
+        """Call the network as the original was called in the example, with any batch size."""
+        self._takes.check(args, kwargs)
         return self.body(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedNetwork:

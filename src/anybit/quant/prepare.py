@@ -33,6 +33,7 @@ from anybit.quant.points import (
     WeightPoint,
 )
 from anybit.quant.ranges import calibrate, from_moments, join
+from anybit.quant.signature import signature
 from anybit.quant.sites import Sites, ends_of, find_sites, point_name
 from anybit.quant.weights import Rule
 from anybit.spec import FLOAT, QuantSpec, Range
@@ -103,7 +104,7 @@ def prepare(
         _correct_biases(body, sites, placed, moments)
     _splice_all(body, placed)
     points = list(placed.values())
-    network = QuantizedNetwork(body, points)
+    network = QuantizedNetwork(body, points, signature(*call_arguments(example_input)))
     _check_same(model, network, example_input)
     _set_ranges(network, input_range, calibration, method)
     for group in sites.joined:
