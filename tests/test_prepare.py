@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -99,20 +100,25 @@ def test_without_a_range_the_input_stays_in_floating_point_and_the_plan_says_so(
 
 
 widths = st.tuples(*[st.one_of(st.integers(2, 16), st.just(32))] * 2)
-_NET = anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1), per_channel=True)
+_NETS = [
+    anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1), per_channel=True),
+    anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1), helpers="all", symmetric=False),
+]
 _X = torch.rand(4, 1, 8, 8)
-_WANT = _NET(_X).detach()
+_WANT = [net(_X).detach() for net in _NETS]
+patterns = st.sampled_from(["features.*", "*", "*.weight", "classifier"])
 
 
-@given(st.lists(widths, max_size=6))
+@given(st.sampled_from([0, 1]), st.lists(st.tuples(widths, st.dictionaries(patterns, widths, max_size=2)), max_size=6))
 @settings(deadline=None, max_examples=60)
-def test_any_sequence_of_widths_then_32_is_bit_for_bit_the_start(sequence: list[tuple[int, int]]) -> None:
-    for weights, activations in sequence:
-        _NET.set_bits(weights=weights, activations=activations)
+def test_any_sequence_of_widths_then_32_is_bit_for_bit_the_start(index: int, sequence: list[Any]) -> None:
+    net = _NETS[index]
+    for (weights, activations), layers in sequence:
+        net.set_bits(weights=weights, activations=activations, layers=layers)
         with torch.no_grad():
-            _NET(_X)
-    _NET.set_bits(weights=32, activations=32)
-    assert torch.equal(_NET(_X), _WANT)
+            net(_X)
+    net.set_bits(weights=32, activations=32)
+    assert torch.equal(net(_X), _WANT[index])
 
 
 def test_at_restores_the_widths_also_when_the_body_raises() -> None:

@@ -22,13 +22,17 @@ def sweep(
     data: Annotated[str | None, typer.Option(help="Another data set than the one it was trained on.")] = None,
     per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = False,
     asymmetric: Annotated[bool, typer.Option(help="Grids fitted to both ends of a range.")] = False,
+    helpers: Annotated[
+        str, typer.Option(help="Data-free helpers: equalize, bias, sums, clip, several with commas, or all.")
+    ] = "",
+    ends: Annotated[str, typer.Option(help="First and last layers: same, 8-bit or float.")] = "same",
     plan: Annotated[bool, typer.Option(help="Print every quantization point and its range first.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure test accuracy at many widths, quantized without data from batch-norm statistics.
 
-    Example: anybit sweep runs/digits-l1-0 --widths "W8A8 W4A4 W3A8"
+    Example: anybit sweep runs/digits-l1-0 --widths "W8A8 W4A4 W3A8" --helpers all
     """
     pairs = [Bits.parse(word) for word in widths.split()]
     with needs_torch("anybit sweep"):
@@ -56,6 +60,8 @@ def sweep(
         input_range=dataset.input_range,
         per_channel=per_channel,
         symmetric=not asymmetric,
+        helpers=helpers.split(",") if helpers else (),
+        ends=ends,  # type: ignore[arg-type]  # prepare says what it can be
     )
     if plan and not as_json:
         console.print(str(net.plan), highlight=False, soft_wrap=True)
