@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anybit.penalties.pieces import multiply_, signs
 from anybit.penalties.taps import Function, spellings
 
 
@@ -61,7 +62,7 @@ class Rectified(Kink):
     def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Note which entries came through."""
         out = func(*args, **kwargs)
-        return out, torch.sign(out.detach()).to(torch.uint8)
+        return out, signs(out.detach())
 
     def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Let the same entries through."""
@@ -82,7 +83,8 @@ class _Gate(torch.autograd.Function):
         if not inplace:
             return gate.to(x.dtype).mul_(x)
         ctx.mark_dirty(x)
-        return x.mul_(gate.to(x.dtype))
+        multiply_(x, gate)
+        return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from anybit.errors import PenaltyError
 from anybit.penalties.checkpointing import CallOrder
 from anybit.penalties.kinks import KINKS, Kink, Rectified
+from anybit.penalties.pieces import add_signs_, l1_norm, signs
 from anybit.penalties.taps import Function, is_activation, with_graph
 
 Norm = Literal["l1", "l2"]
@@ -29,10 +30,22 @@ def direction(grad: Tensor, norm: Norm) -> Tensor:
     (tensor([ 1,  0, -1], dtype=torch.int8), tensor([ 0.6000, -0.8000]))
     """
     if norm == "l1":
-        return torch.sign(grad).to(torch.int8)
+        return signs(grad)
     length = torch.linalg.vector_norm(grad)
     unit: Tensor = grad / length.clamp(min=torch.finfo(grad.dtype).tiny)
     return unit
+
+
+def norm_of(x: Tensor, norm: Norm) -> Tensor:
+    """Return the l1 or l2 norm; the sum of absolute values is several times faster than vector_norm(ord=1).
+
+    >>> norm_of(torch.tensor([3.0, -4.0]), "l1"), norm_of(torch.tensor([3.0, -4.0]), "l2")
+    (tensor(7.), tensor(5.))
+    """
+    if norm == "l1":
+        return l1_norm(x)
+    length: Tensor = torch.linalg.vector_norm(x)
+    return length
 
 
 def root_mean_square(x: Tensor) -> Tensor:
@@ -133,8 +146,7 @@ class FirstPass(Watch):
 
     def _catch(self, out: Tensor, activation: Activation) -> None:
         def hook(grad: Tensor) -> None:
-            # The sum of absolute values is several times faster than vector_norm(ord=1).
-            activation.norm = grad.abs().sum() if self.norm == "l1" else torch.linalg.vector_norm(grad)
+            activation.norm = norm_of(grad, self.norm)
             if self.directions:
                 activation.direction = direction(grad, self.norm)
 
@@ -186,4 +198,8 @@ class SecondPass(Watch):
         shift = activation.direction
         if not self.order.in_region():
             activation.direction = None  # one byte less per entry while the graph grows
-        return out.add_(shift, alpha=factor) if fresh else torch.add(out, shift, alpha=factor)
+        if not fresh or shift.dtype != torch.int8:
+            return out.add_(shift, alpha=factor) if fresh else torch.add(out, shift, alpha=factor)
+        with torch.no_grad():  # a constant is added: the graph stays as it is
+            add_signs_(out, shift, factor)
+        return out

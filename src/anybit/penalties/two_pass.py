@@ -38,7 +38,8 @@ from torch import Tensor, nn
 
 from anybit.errors import NonFiniteError, PenaltyError
 from anybit.penalties.base import Closure, Scaler, Step, check_loss, check_norms, eagerly, run_backward, scale_of
-from anybit.penalties.passes import Activation, FirstPass, Norm, SecondPass, direction, root_mean_square
+from anybit.penalties.passes import Activation, FirstPass, Norm, SecondPass, direction, norm_of, root_mean_square
+from anybit.penalties.pieces import extrapolate_
 from anybit.penalties.processes import agreed, averaged, kept
 from anybit.penalties.state import buffers_kept, gradients_set_aside, random_state, replaced, set_random_state
 
@@ -147,8 +148,7 @@ def _measure(
 ) -> tuple[Step, bool]:
     """Return what the first pass saw; overflown gradients are an error, or the scaler's business if there is one."""
     by = scale_of(scaler)
-    order = 1 if request.norm == "l1" else 2
-    weight_norm = sum(float(torch.linalg.vector_norm(_grad(p), ord=order)) for p in weights) / by
+    weight_norm = sum(float(norm_of(_grad(p), request.norm)) for p in weights) / by
     norms = [a.norm for a in first.activations if a.norm is not None]
     activation_norm = float(torch.stack(norms).sum()) / by if norms else 0.0
     if scaler is None:
@@ -188,7 +188,7 @@ def _second_pass(
         if parameter.grad is None:
             parameter.grad = a
         elif a is not None and h != 1.0:
-            parameter.grad.sub_(a).mul_(1 / h).add_(a)
+            extrapolate_(parameter.grad, a, h)
 
 
 def _amounts(
@@ -202,9 +202,8 @@ def _amounts(
     amounts = [s * r for s, r in zip(strengths, torch.stack(reaches).tolist(), strict=True)] if reaches else []
     if request.worst_case:
         return amounts, 1.0
-    order = 1 if request.norm == "l1" else 2
     sizes = torch.stack([root_mean_square(p.data) for p in weights] + [a.size for a in active]).tolist()
-    norms = [torch.linalg.vector_norm(_grad(p), ord=order) for p in weights]
+    norms = [norm_of(_grad(p), request.norm) for p in weights]
     norms += [a.norm for a in active if a.norm is not None]
     counts = [p.numel() for p in weights] + [a.numel for a in active]
     # A unit vector's entries are one over the root of their number; signs are one.
