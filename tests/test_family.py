@@ -196,6 +196,39 @@ def test_activation_noise_has_the_size_of_a_bin() -> None:
     assert float(noise.var()) == pytest.approx(half**2 / 3, rel=0.02)
 
 
+@pytest.mark.parametrize("spelling", ["module", "function", "statement"])
+def test_noise_behind_functions_that_write_into_their_input(spelling: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.relu = nn.ReLU(inplace=spelling == "module")
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            if spelling == "statement":
+                y.relu_()  # what it returns is not looked at
+            else:
+                y = self.relu(y) if spelling == "module" else F.relu(y, True)
+            self.hidden = y.detach().clone()
+            return self.b(y)
+
+    class Plain(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = F.relu(self.a(x))
+            return self.b(self.hidden)
+
+    x, y = torch.randn(5, 6), torch.arange(5) % 3
+    results = []
+    for kind in (Net, Plain):
+        torch.manual_seed(0)
+        net = kind()
+        UniformNoise(net, widths=(3,), weights=False).backward(lambda net=net: F.cross_entropy(net(x), y))
+        results.append((net.hidden.detach(), [p.grad for p in net.parameters()]))
+    assert not torch.equal(results[0][0], F.relu(net.a(x)).detach())
+    torch.testing.assert_close(results[0], results[1])
+
+
 def test_noise_under_the_gradient_penalty_is_the_same_in_both_passes() -> None:
     torch.manual_seed(0)
     model = Net(drop=0.3)

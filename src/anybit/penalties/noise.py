@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybit.errors import SpecError
 from anybit.penalties.base import Closure, Perturbation, eagerly
+from anybit.penalties.pieces import pieces
 from anybit.penalties.select import quantizable_weights
 from anybit.penalties.state import buffers_kept, random_state, replaced, set_random_state
 from anybit.penalties.taps import Function, is_activation
@@ -100,19 +101,37 @@ class ActivationNoise(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not (
-            torch.is_grad_enabled() and is_activation(func) and isinstance(out, Tensor) and out.is_floating_point()
-        ):
+        kwargs = kwargs or {}
+        if not (torch.is_grad_enabled() and is_activation(func)):
+            return func(*args, **kwargs)
+        inplace = writes(func, args, kwargs)
+        # The function may keep its result for the backward pass, so the noise goes into a copy of that.
+        out = func(args[0].clone(), *args[1:], **kwargs) if inplace else func(*args, **kwargs)
+        if not (isinstance(out, Tensor) and out.is_floating_point()):
             return out
-        with torch.no_grad():
-            low, high = (float(v) for v in torch.aminmax(out))
-            _, last = QuantSpec(self.bits, signed=False).levels
-            if -low > high / last:  # more than a bin below zero: a signed grid
-                _, last = QuantSpec(self.bits).levels
-            half = max(-low, high) / last / 2
-            noise = torch.empty_like(out).uniform_(-1.0, 1.0).mul_(half)
-        return out.add_(noise) if args and out is args[0] else out + noise
+        noisy = out.clone()
+        with torch.no_grad():  # a constant is added: the graph stays as it is
+            half = self._half_bin(noisy)
+            for (part,) in pieces(noisy):
+                part.add_(torch.empty_like(part).uniform_(-half, half))
+        return args[0].copy_(noisy) if inplace else noisy
+
+    def _half_bin(self, x: Tensor) -> float:
+        low, high = (float(v) for v in torch.aminmax(x))
+        _, last = QuantSpec(self.bits, signed=False).levels
+        if -low > high / last:  # more than a bin below zero: a signed grid
+            _, last = QuantSpec(self.bits).levels
+        return max(-low, high) / last / 2
+
+
+def writes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call of an activation function overwrites its input.
+
+    >>> x = torch.zeros(1)
+    >>> [writes(f, a, k) for f, a, k in ((torch.relu_, (x,), {}), (F.relu, (x, True), {}), (F.relu, (x,), {}))]
+    [True, True, False]
+    """
+    return func.__name__.endswith("_") or bool(kwargs.get("inplace")) or any(arg is True for arg in args[1:])
 
 
 class UniformNoise(Perturbation):
