@@ -19,7 +19,7 @@ from anybit.errors import AnybitError, CaptureError, CheckpointError, FileError,
 from anybit.report.rows import read_rows
 from anybit.train.checkpoint import FORMAT, read_checkpoint
 
-VERBS = ("demo", "train", "sweep", "report")
+VERBS = ("demo", "train", "sweep", "report", "figure", "appendix")
 
 RECIPE = """
 name = "tiny"

@@ -10,7 +10,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = ("anybit", "numpy", "onnx", "onnxruntime", "safetensors", "scikit-learn", "torch")
+LIBRARIES = (
+    "anybit",
+    "cvxpy",
+    "matplotlib",
+    "numpy",
+    "onnx",
+    "onnxruntime",
+    "optuna",
+    "safetensors",
+    "scikit-learn",
+    "torch",
+)
 
 
 def commit() -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from anybit import __version__
-from anybit.cli import demo, report, sweep, train
+from anybit.cli import appendix, data, demo, figure, report, sweep, train
 from anybit.cli.show import errors
 from anybit.errors import AnybitError
 
@@ -40,10 +40,13 @@ def _root(
     pass
 
 
+app.add_typer(data.data, name="data")
 app.command(name="demo")(demo.demo)
 app.command(name="train")(train.train)
 app.command(name="sweep")(sweep.sweep)
 app.command(name="report")(report.report)
+app.command(name="figure")(figure.figure)
+app.command(name="appendix")(appendix.appendix)
 
 
 def main(argv: list[str] | None = None) -> None:
