@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-penalty setup clean
+.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate setup clean
 
 demo: $(READY)
 	@$(BIN)/anybit demo
@@ -23,6 +23,15 @@ bench: $(READY)
 
 bench-penalty: $(READY)
 	@$(BIN)/python benchmarks/penalty.py
+
+bench-quant: $(READY)
+	@$(BIN)/python benchmarks/quant.py
+
+bench-helpers: $(READY)
+	@$(BIN)/python benchmarks/helpers.py
+
+bench-allocate: $(READY)
+	@$(BIN)/python benchmarks/allocate.py
 
 setup: $(READY)
 

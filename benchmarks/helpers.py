@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from anybit.data import Batches, load_dataset
+from anybit.data.base import Split
 from anybit.evaluate.sweep import sweep
 from anybit.files import write_json
 from anybit.provenance import origin
@@ -24,11 +25,10 @@ from anybit.spec import Bits
 from anybit.train.checkpoint import load_model
 
 RUNS = ("runs/laptop-vgg-like-base-0", "runs/laptop-resnet18-base-0")
-WIDTHS = [Bits.parse(word) for word in ["FP", "W8A8", "W6A6", "W5A5", "W4A8", "W4A4", "W3A8", "W3A4", "W3A3", "W2A8"]]
+WIDTHS = [Bits.parse(word) for word in ("FP", "W8A8", "W6A6", "W4A8", "W4A4", "W3A8", "W3A3", "W2A8")]
 SETTINGS: dict[str, tuple[str, ...]] = {
     "none": (),
     **{name: (name,) for name in HELPERS},
-    "equalize + bias": ("equalize", "bias"),
     "all": HELPERS,
 }
 
@@ -36,6 +36,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", nargs="+", default=list(RUNS))
+    parser.add_argument("--n", type=int, default=5000, help="how many test images")
     parser.add_argument("--out", default="results/helpers.json")
     options = parser.parse_args()
     console = Console()
@@ -43,16 +44,15 @@ def main() -> None:
     for run in options.runs:
         model, about = load_model(Path(run) / "model.safetensors")
         data = load_dataset(about["data"])
+        test = Split(data.test.x[: options.n], data.test.y[: options.n])
         for per_channel in (False, True):
             scales = "per channel" if per_channel else "per tensor"
-            table = Table(title=f"{run}, {scales}: test accuracy in %, n = {len(data.test)}")
+            table = Table(title=f"{run}, {scales}: test accuracy in %, n = {len(test)}")
             for column in ("helpers", *map(str, WIDTHS)):
                 table.add_column(column, justify="left" if column == "helpers" else "right")
             for name, helpers in SETTINGS.items():
-                net = prepare(
-                    model, data.test.x[:2], input_range=data.input_range, per_channel=per_channel, helpers=helpers
-                )
-                rows = sweep(net, Batches(data.test, 500), widths=WIDTHS, label=name, seed=about["seed"])
+                net = prepare(model, test.x[:2], input_range=data.input_range, per_channel=per_channel, helpers=helpers)
+                rows = sweep(net, Batches(test, 500), widths=WIDTHS, label=name, seed=about["seed"])
                 table.add_row(name, *(f"{100 * row.accuracy:.1f}" for row in rows))
                 for row in rows:
                     results.append({"run": run, "model": about["model"], "scales": scales, **row.to_dict()})
