@@ -131,11 +131,13 @@ class QuantizedNetwork(nn.Module):
     def _round(self) -> None:
         """Put every weight on its grid now; rules that run in numpy take several layers at a time."""
         points = [p for p in self._points if isinstance(p, WeightPoint) and p.kept() is None]
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            plain = all(p.rule.plain for p in points)
-            values = map(WeightPoint.rounded, points) if plain else pool.map(WeightPoint.rounded, points)
-            for point, value in zip(points, values, strict=True):
-                point.keep(value)
+        if all(p.rule.plain for p in points):
+            for point in points:
+                point.keep(point.rounded())
+        else:
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                for point, value in zip(points, pool.map(WeightPoint.rounded, points), strict=True):
+                    point.keep(value)
         for bias in self._biases:
             bias.shift()
 

@@ -169,6 +169,7 @@ class ActivationPoint(Point):
         """Whether the tensor that comes in belongs to nobody else, and may be overwritten."""
         self._ranges: dict[int, Range] = {}
         self._grid: Grid | None = None
+        self._grids: dict[int, tuple[QuantSpec, Grid | None]] = {}
         self.observer: Observer | None = None
 
     @property
@@ -191,6 +192,7 @@ class ActivationPoint(Point):
         A range that starts at zero gets the grid without negative codes.
         """
         self._ranges[bits] = value
+        self._grids.clear()
         self._update()
 
     def set_bits(self, bits: int) -> None:
@@ -199,13 +201,17 @@ class ActivationPoint(Point):
         self._update()
 
     def _update(self) -> None:
-        self._grid = None
-        value = self.range
+        if self.bits not in self._grids:
+            self._grids[self.bits] = self._at(self.bits)
+        self.spec, self._grid = self._grids[self.bits]
+
+    def _at(self, bits: int) -> tuple[QuantSpec, Grid | None]:
+        """Return the spec and the grid at a width; without a range there is no grid."""
+        value = self.range_at(bits)
         if value is None:
-            return
-        self.spec = QuantSpec(self.bits, self.spec.symmetric, signed=value.low < 0, axis=None)
-        if self.bits != FLOAT:
-            self._grid = make_grid(torch.tensor(value.low), torch.tensor(value.high), self.spec)
+            return self.spec.with_bits(bits), None
+        spec = QuantSpec(bits, self.spec.symmetric, signed=value.low < 0, axis=None)
+        return spec, None if bits == FLOAT else make_grid(torch.tensor(value.low), torch.tensor(value.high), spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` on the grid, or untouched at 32 bits."""
