@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import images, warmed_up
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import anybit
@@ -23,6 +23,7 @@ rows = st.integers(1, 4).flatmap(
 )
 
 
+@example([[(0.0, 1)] * 4, [(0.0, 2)] * 3 + [(8.0, 1)], [(0.0, 2)] * 3 + [(1 / 3, 1)]], 5)
 @given(rows, st.integers(1, 40))
 @settings(deadline=None, max_examples=300)
 def test_no_choice_within_the_budget_is_cheaper(table: list[list[tuple[float, int]]], budget: int) -> None:

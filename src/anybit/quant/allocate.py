@@ -72,14 +72,15 @@ def cheapest(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], b
     if sum(int(s.min()) for _, s in table) > budget:
         raise SpecError(f"the budget of {budget} is less than the smallest choice of every layer together")
     bound = _relaxed(table)
-    known = _greedy(table, budget)
+    # The bound is a sum of differences: what floating point adds to it must not cut off the best choice.
+    known = _greedy(table, budget) + 1e-9 * sum(float(abs(c).max()) for c, _ in table)
     total, cost = np.zeros(1, np.int64), np.zeros(1)
     trail: list[tuple[Any, Any]] = []
     for index, (row_costs, row_sizes) in enumerate(table):
         new_size = (total[:, None] + row_sizes).ravel()
         new_cost = (cost[:, None] + row_costs).ravel()
         rest = bound[index + 1](budget - new_size)
-        alive = np.flatnonzero(new_cost + rest <= known * (1 + 1e-12) + 1e-300)
+        alive = np.flatnonzero(new_cost + rest <= known)
         order = alive[np.lexsort((new_cost[alive], new_size[alive]))]
         best = np.minimum.accumulate(new_cost[order])
         keep = order[np.concatenate([[True], new_cost[order][1:] < best[:-1]])]
