@@ -19,7 +19,9 @@ from anybit.errors import AnybitError, CaptureError, CheckpointError, FileError,
 from anybit.report.rows import read_rows
 from anybit.train.checkpoint import FORMAT, read_checkpoint
 
-VERBS = ("demo", "train", "sweep", "report", "figure", "appendix")
+VERBS = (
+    "demo", "train", "sweep", "report", "save", "export", "run", "watch", "bench", "adopt", "figure", "appendix",
+)  # fmt: skip
 
 RECIPE = """
 name = "tiny"

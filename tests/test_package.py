@@ -97,7 +97,18 @@ def test_without_torch_the_light_half_works() -> None:
     assert done.stdout == "W4A8 QuantSpec(bits=4, symmetric=True, signed=True, axis=None)\n"
 
 
-@pytest.mark.parametrize("name", sorted(anybit._ON_FIRST_USE))
+RUNTIME = {"export", "load"}
+"""Public names that load on first use, but need no PyTorch."""
+
+
+def test_without_torch_the_runtime_is_there() -> None:
+    done = python(
+        WITHOUT.format(names=["torch"]) + "import anybit; print(anybit.load.__name__, anybit.export.__name__)"
+    )
+    assert (done.stdout, done.stderr) == ("load export\n", "")
+
+
+@pytest.mark.parametrize("name", sorted(set(anybit._ON_FIRST_USE) - RUNTIME))
 @pytest.mark.parametrize("block", [WITHOUT.format(names=["torch"]), "import sys; sys.modules['torch'] = None\n"])
 def test_without_torch_a_name_that_needs_it_prints_the_install_line(name: str, block: str) -> None:
     code = f"""

@@ -7,6 +7,10 @@
     net.set_bits(weights=4, activations=4)
     rows = anybit.sweep(net, test_loader, widths=[(8, 8), (4, 4)])
 
+    anybit.save(net, "model.onnx")                                          # ship: one file, no torch on the other side
+    session = anybit.load("model.onnx")
+    session.set_bits(weights=4, activations=8)
+
 Importing this package imports no PyTorch; a name that needs it does, on first use.
 """
 
@@ -19,11 +23,14 @@ from anybit.errors import AnybitError, MissingDependency
 from anybit.spec import Bits, QuantSpec, Range, Row
 
 if TYPE_CHECKING:
+    from anybit.artifact.export import export
+    from anybit.artifact.session import load
     from anybit.evaluate.sweep import sweep
     from anybit.penalties.gradient import GradientPenalty
     from anybit.penalties.kurtosis import KurtosisPenalty
     from anybit.penalties.noise import UniformNoise
     from anybit.penalties.orthogonal import OrthogonalPenalty
+    from anybit.quant.lower import save
     from anybit.quant.prepare import prepare
 
 __version__ = "0.1.0"
@@ -38,7 +45,10 @@ __all__ = [
     "Range",
     "Row",
     "UniformNoise",
+    "export",
+    "load",
     "prepare",
+    "save",
     "sweep",
 ]
 
@@ -47,7 +57,10 @@ _ON_FIRST_USE = {
     "KurtosisPenalty": ("anybit.penalties.kurtosis", "torch"),
     "OrthogonalPenalty": ("anybit.penalties.orthogonal", "torch"),
     "UniformNoise": ("anybit.penalties.noise", "torch"),
+    "export": ("anybit.artifact.export", "torch"),
+    "load": ("anybit.artifact.session", "torch"),
     "prepare": ("anybit.quant.prepare", "torch"),
+    "save": ("anybit.quant.lower", "torch"),
     "sweep": ("anybit.evaluate.sweep", "torch"),
 }
 """Public names that need more than the base install: where they are, and the extra that brings what they need."""

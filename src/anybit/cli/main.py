@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from anybit import __version__
-from anybit.cli import appendix, data, demo, figure, report, sweep, train
+from anybit.cli import adopt, appendix, bench, data, demo, export, figure, report, run, save, sweep, train, watch
 from anybit.cli.show import errors
 from anybit.errors import AnybitError
 
@@ -45,6 +45,12 @@ app.command(name="demo")(demo.demo)
 app.command(name="train")(train.train)
 app.command(name="sweep")(sweep.sweep)
 app.command(name="report")(report.report)
+app.command(name="save")(save.save)
+app.command(name="export")(export.export)
+app.command(name="run")(run.run)
+app.command(name="watch")(watch.watch)
+app.command(name="bench")(bench.bench)
+app.command(name="adopt")(adopt.adopt)
 app.command(name="figure")(figure.figure)
 app.command(name="appendix")(appendix.appendix)
 

@@ -1,0 +1,138 @@
+"""What a width gains: file size, memory, time per run, accuracy."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from anybit.artifact.export import export
+from anybit.artifact.session import Session
+from anybit.errors import DataError
+from anybit.spec import Bits
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One pair of widths: bytes of the file, bytes in memory, seconds at batch 1, inputs per second, accuracy."""
+
+    weights: int
+    activations: int
+    file_bytes: int
+    resident_bytes: int
+    latency: float
+    throughput: float
+    accuracy: float | None = None
+    n: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def bench(
+    session: Session,
+    widths: Iterable[Bits],
+    *,
+    rounds: int = 15,
+    batch: int = 32,
+    data: tuple[Array, Array] | None = None,
+    on_width: Callable[[], None] = lambda: None,
+) -> list[Gain]:
+    """Measure each pair of widths; the times of all pairs are taken in turns, so that a busy moment hits them all.
+
+    Latency is the median over rounds, throughput that of the batch. The floating-point file is the first if asked for.
+    """
+    pairs = list(dict.fromkeys(widths))
+    shapes = input_shapes(session)
+    rng = np.random.default_rng(0)
+    feeds = {n: {k: rng.normal(size=(n, *s)).astype(np.float32) for k, s in shapes.items()} for n in (1, batch)}
+    sizes = {bits: footprint(session.master.path, bits, {k: v[:1] for k, v in feeds[1].items()}) for bits in pairs}
+    taken: dict[tuple[Bits, int], list[float]] = {(bits, n): [] for bits in pairs for n in feeds}
+    for i in range(rounds + 1):
+        for bits in pairs:
+            session.set_bits(weights=bits.weights, activations=bits.activations)
+            for n, feed in feeds.items():
+                start = time.perf_counter()
+                session.run(feed)
+                if i:  # the first round warms up
+                    taken[bits, n].append(time.perf_counter() - start)
+    gains = []
+    for bits in pairs:
+        accuracy = None if data is None else accuracy_at(session, bits, *data)
+        gains.append(
+            Gain(
+                bits.weights,
+                bits.activations,
+                *sizes[bits],
+                statistics.median(taken[bits, 1]),
+                batch / statistics.median(taken[bits, batch]),
+                accuracy,
+                None if data is None else len(data[1]),
+            )
+        )
+        on_width()
+    return gains
+
+
+def input_shapes(session: Session) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each input without its batch dimension; the other dimensions must be fixed."""
+    shapes = {}
+    for value in session.master.graph.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        if not dims or any(not dim.HasField("dim_value") for dim in dims[1:]):
+            raise DataError(f"{session.master.path}: input {value.name!r} has a free dimension besides the batch")
+        shapes[value.name] = tuple(dim.dim_value for dim in dims[1:])
+    return shapes
+
+
+def accuracy_at(session: Session, bits: Bits, x: Array, y: Array, *, batch: int = 250) -> float:
+    """Return the part of `x` that the network puts in class `y` at these widths."""
+    session.set_bits(weights=bits.weights, activations=bits.activations)
+    right = 0
+    for start in range(0, len(y), batch):
+        logits = session.run(x[start : start + batch])
+        if isinstance(logits, dict) or logits.ndim != 2:
+            raise DataError(f"{session.master.path}: accuracy needs one output of shape N x classes")
+        right += int((logits.argmax(1) == y[start : start + batch]).sum())
+    return right / len(y)
+
+
+_PROBE = """
+import sys, numpy as np
+from pathlib import Path
+from anybit.artifact.runtime import onnxruntime
+def resident():
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+ort, feed = onnxruntime(), dict(np.load(sys.argv[2]))
+options = ort.SessionOptions()
+options.intra_op_num_threads = 1
+before = resident()
+session = ort.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+session.run(None, feed)
+print(resident() - before)
+"""
+
+
+def footprint(master: Path, bits: Bits, feed: dict[str, Array]) -> tuple[int, int]:
+    """Return the bytes of the exported file, and how much a process of its own grows by loading and running it."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, inputs = Path(folder) / "model.onnx", Path(folder) / "inputs.npz"
+        export(master, out, weights=bits.weights, activations=bits.activations)
+        np.savez(inputs, **feed)  # type: ignore[arg-type]
+        done = subprocess.run([sys.executable, "-c", _PROBE, str(out), str(inputs)], capture_output=True, text=True)
+        if done.returncode:
+            raise DataError(f"{master}: the memory at {bits} cannot be measured ({done.stderr.strip()[-200:]})")
+        return out.stat().st_size, int(done.stdout)

@@ -1,0 +1,140 @@
+"""What a graph from a stranger must satisfy before ONNX Runtime may see it.
+
+One operator domain, no subgraphs (a loop may never end), no data outside the file, every tensor as long as its
+shape says, attributes that a kernel can divide by, and no intermediate tensor of absurd size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
+
+from anybit.errors import FileError
+
+OPSET = 21
+"""The operator set of masters and exports: the first with 4-bit and 16-bit quantization."""
+
+_MOST_NODES = 50_000
+_MOST_ENTRIES = 2**28
+_LARGEST = 2**16
+"""Strides, paddings, kernels and groups of real networks are far below."""
+
+_LENGTHS: dict[int, int] = {
+    TensorProto.FLOAT: 4, TensorProto.UINT8: 1, TensorProto.INT8: 1, TensorProto.UINT16: 2, TensorProto.INT16: 2,
+    TensorProto.INT32: 4, TensorProto.INT64: 8, TensorProto.BOOL: 1, TensorProto.FLOAT16: 2, TensorProto.DOUBLE: 8,
+}  # fmt: skip
+_FLOATS: dict[int, type[np.floating[Any]]] = {
+    TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64,
+}  # fmt: skip
+_POSITIVE = {"strides", "dilations", "kernel_shape", "group", "hidden_size", "num_heads", "blocksize"}
+_NOT_NEGATIVE = {"pads", "output_padding"}
+
+
+def check_model(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
+    """Refuse a model that could do harm; `shapes` are those of float tensors that the graph uses but does not hold."""
+    if [(o.domain, o.version) for o in model.opset_import] != [("", OPSET)]:
+        raise FileError(f"{where}: opset_import must be the standard operators at version {OPSET}, and nothing else")
+    for name in ("functions", "training_info"):
+        if getattr(model, name):
+            raise FileError(f"{where}: {name} is not empty; a master has none")
+    graph = model.graph
+    for name in ("sparse_initializer", "quantization_annotation"):
+        if getattr(graph, name):
+            raise FileError(f"{where}: graph.{name} is not empty; a master has none")
+    if len(graph.node) > _MOST_NODES:
+        raise FileError(f"{where}: {len(graph.node)} nodes; at most {_MOST_NODES} are expected")
+    for i, node in enumerate(graph.node):
+        check_node(node, where=f"{where}: node {i} ({node.op_type[:40]})")
+    for tensor in graph.initializer:
+        check_tensor(tensor, where=f"{where}: tensor {tensor.name[:60]!r}")
+    for value in [*graph.input, *graph.output]:
+        _check_type(value.type, where=f"{where}: {value.name[:60]!r}")
+    if not graph.input or not graph.output:
+        raise FileError(f"{where}: a network has inputs and outputs")
+    _infer(model, shapes, where=where)
+
+
+def check_node(node: NodeProto, *, where: str) -> None:
+    """Refuse operators of other domains, subgraphs, and attributes that no layer has."""
+    if node.domain not in ("", "ai.onnx"):
+        raise FileError(f"{where}: operator of domain {node.domain[:40]!r}; only the standard ones are used")
+    for attribute in node.attribute:
+        if attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) or attribute.g.node or attribute.graphs:
+            raise FileError(f"{where}: has a subgraph; control flow is not supported")
+        if attribute.HasField("sparse_tensor") or attribute.sparse_tensors or attribute.ref_attr_name:
+            raise FileError(f"{where}: attribute {attribute.name[:40]!r} is of a kind that is not supported")
+        for tensor in tensors_of(attribute):
+            check_tensor(tensor, where=f"{where}: attribute {attribute.name[:40]!r}")
+        values = [attribute.i, *attribute.ints] if attribute.type == AttributeProto.INT else list(attribute.ints)
+        least = 1 if attribute.name in _POSITIVE else 0 if attribute.name in _NOT_NEGATIVE else None
+        if least is not None and not all(least <= v <= _LARGEST for v in values):
+            raise FileError(f"{where}: {attribute.name} must be {least} to {_LARGEST}, got {values[:8]}")
+
+
+def tensors_of(attribute: AttributeProto) -> Iterator[TensorProto]:
+    """Yield the tensors that an attribute holds."""
+    if attribute.HasField("t"):
+        yield attribute.t
+    yield from attribute.tensors
+
+
+def check_tensor(tensor: TensorProto, *, where: str) -> None:
+    """Refuse data outside the file, unknown types, and data of another length than the shape says."""
+    if tensor.data_location == TensorProto.EXTERNAL or tensor.external_data:
+        raise FileError(f"{where}: its data lie in another file; a master is one file, save it in one piece")
+    if tensor.data_type not in _LENGTHS:
+        raise FileError(f"{where}: data_type {tensor.data_type} is none that a master holds")
+    count = entries(tensor.dims, where=where)
+    if tensor.HasField("segment") or len(tensor.raw_data) != count * _LENGTHS[tensor.data_type]:
+        raise FileError(
+            f"{where}: shape {list(tensor.dims)[:8]} needs {count * _LENGTHS[tensor.data_type]} bytes in raw_data, "
+            f"there are {len(tensor.raw_data)}"
+        )
+    kind = _FLOATS.get(tensor.data_type)
+    if kind is not None and np.isnan(np.frombuffer(tensor.raw_data, kind)).any():
+        raise FileError(f"{where}: has NaN entries")
+
+
+def entries(dims: Iterable[int], *, where: str) -> int:
+    """Return how many entries a tensor of this shape has, or say that the shape is absurd."""
+    sizes = list(dims)
+    if any(d < 0 for d in sizes) or len(sizes) > 16 or math.prod(sizes) > 2**31:
+        raise FileError(f"{where}: shape {sizes[:8]} is absurd")
+    return math.prod(sizes)
+
+
+def _check_type(kind: TypeProto, *, where: str) -> None:
+    if kind.WhichOneof("value") != "tensor_type" or kind.tensor_type.elem_type not in _LENGTHS:
+        raise FileError(f"{where}: must be a tensor of numbers")
+    if not kind.tensor_type.HasField("shape"):
+        raise FileError(f"{where}: has no shape")
+    entries([d.dim_value for d in kind.tensor_type.shape.dim], where=where)
+
+
+def _infer(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
+    """Let ONNX check the graph and follow the shapes at batch size one."""
+    probe = onnx.ModelProto()
+    probe.CopyFrom(model)
+    del probe.graph.value_info[:]
+    for value in probe.graph.input:
+        for dim in value.type.tensor_type.shape.dim:
+            if not dim.HasField("dim_value"):
+                dim.dim_value = 1
+    probe.graph.input.extend(
+        onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()
+    )
+    try:
+        onnx.checker.check_model(probe)
+        inferred = onnx.shape_inference.infer_shapes(probe, check_type=True, strict_mode=True, data_prop=True)
+    except Exception as error:  # the C++ side raises what it likes
+        reason = " ".join(str(error).split())[:200]
+        raise FileError(f"{where}: the graph is no valid ONNX ({reason})") from error
+    for value in [*inferred.graph.value_info, *inferred.graph.output]:
+        sizes = [d.dim_value or 1 for d in value.type.tensor_type.shape.dim]
+        if any(s < 0 for s in sizes) or math.prod(sizes) > _MOST_ENTRIES:
+            raise FileError(f"{where}: {value.name[:60]!r} would have the shape {sizes[:8]}")

@@ -1,0 +1,55 @@
+"""`export`: a master at one width, as a plain ONNX file for any runtime."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from onnx import StringStringEntryProto
+
+from anybit.artifact.format import LayerWidths
+from anybit.artifact.master import open_master
+from anybit.artifact.requantize import requantize
+from anybit.artifact.runtime import EXACT
+from anybit.files import replacing
+from anybit.spec import Bits
+
+NOTE = "anybit.export"
+"""The metadata entry of an exported file: what it is, and what a runtime must set to run it."""
+
+
+def export(
+    master: str | Path, out: str | Path, *, weights: int, activations: int, layers: LayerWidths | None = None
+) -> None:
+    """Write a master at one width, with standard operators only; weights of up to 4 bits take half a byte each.
+
+    Args:
+        master: What `anybit.save` wrote.
+        out: Where to write; the file is either complete or not there.
+        weights: The width of every weight; 32 means floating point.
+        activations: The width of every activation.
+        layers: Other widths for points whose name matches a pattern, as (weights, activations).
+    """
+    opened = open_master(master)
+    bits = Bits(weights, activations)
+    model, exact = requantize(opened, opened.header.widths(bits, layers), packed=True)
+    note = json.dumps(describe(bits, exact=exact), ensure_ascii=False)
+    model.metadata_props.append(StringStringEntryProto(key=NOTE, value=note))
+    with replacing(out) as beside:
+        beside.write_bytes(model.SerializeToString())
+
+
+def describe(bits: Bits, *, exact: bool) -> dict[str, Any]:
+    """Return what an exported file says about itself.
+
+    >>> describe(Bits(4, 8), exact=False)
+    {'bits': 'W4A8', 'session_options': {}}
+    """
+    note: dict[str, Any] = {"bits": str(bits), "session_options": {EXACT: "1"} if exact else {}}
+    if exact:
+        note["why"] = (
+            "ONNX Runtime on processors without VNNI adds two products of 8-bit numbers in 16 bits and saturates; "
+            "with this session option it does not"
+        )
+    return note

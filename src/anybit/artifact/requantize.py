@@ -1,0 +1,302 @@
+"""From the master to a quantized ONNX model at any width, with standard operators only.
+
+Weights become `codes -> DequantizeLinear`, activations `QuantizeLinear -> Clip -> DequantizeLinear`. ONNX Runtime
+fuses what stands between a DequantizeLinear and a QuantizeLinear into integer kernels if three things hold, and
+each of them costs something here:
+
+- activations are unsigned bytes: a grid with negative codes has its zero at code 128;
+- grids narrower than 8 bits are cut by a Clip on the codes, not on the values;
+- no activation function is left in front that the Clip already does (a ReLU, a ReLU6).
+
+Where a layer's weight stays in floating point the opposite is wanted: between the two operators ONNX Runtime would
+round that weight to 8 bits on its own. There, and beyond 8 bits, rounding is spelled out as Div, Round, Clip, Mul.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import NodeProto, helper, numpy_helper
+
+from anybit.artifact.codes import Codes, encode
+from anybit.artifact.format import Activation, Widths
+from anybit.artifact.master import Array, Master
+from anybit.rounding.bias import bias_shift
+from anybit.rounding.grid import Grid, make_grid
+from anybit.spec import FLOAT
+
+LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+"""Operators whose second input can be a weight."""
+
+PASSING = {
+    "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "MaxPool", "Slice", "Gather", "Split",
+    "Concat", "Expand", "Tile", "Pad", "DepthToSpace", "SpaceToDepth",
+}  # fmt: skip
+"""Operators that hand values on as they are; ONNX Runtime moves quantization through some of them."""
+
+MIDDLE = 128
+"""The byte that stands for zero in a grid with negative codes."""
+
+SATURATES = 2**15
+"""Processors without VNNI add two products in 16 bits, unless they are told not to."""
+
+
+def requantize(master: Master, widths: Widths, *, packed: bool) -> tuple[onnx.ModelProto, bool]:
+    """Return the model at these widths, and whether it needs exact sums (`session.x64quantprecision`).
+
+    `packed` stores weights of up to 4 bits as INT4: half the size, a little slower to load.
+    """
+    model = onnx.ModelProto()
+    model.CopyFrom(master.graph)
+    graph = model.graph
+    codes = {
+        weight.tensor: encode(master.weights[weight.tensor], weight, widths[weight.name])
+        for weight in master.header.weights
+        if widths[weight.name] != FLOAT
+    }
+    points = {a.value: a for a in master.header.activations if widths[a.name] != FLOAT}
+    grids = {value: activation_grid(point, widths[point.name]) for value, point in points.items()}
+    bytes_ = {value for value, point in points.items() if widths[point.name] <= 8}
+    nodes = _biases(graph, master, codes, {value: grids[value] for value in bytes_})
+    codes = {name: found.with_one_zero() for name, found in codes.items()}
+    _transpose(graph, codes)
+    flow = Flow(graph, codes, grids, bytes_)
+    saturates = flow.saturates()
+    if saturates:
+        # With that option ONNX Runtime makes signed bytes unsigned, and fails where two layers share them.
+        uses = Counter(name for node in graph.node for name in node.input)
+        codes = {name: found.unsigned() if uses[name] > 1 else found for name, found in codes.items()}
+    for name, exact in master.weights.items():
+        if name not in codes:
+            graph.initializer.append(numpy_helper.from_array(exact, name))
+            continue
+        graph.initializer.extend(codes[name].tensors(name, packed=packed, fused=name in flow.fused))
+        nodes += codes[name].nodes(name, packed=packed, fused=name in flow.fused)
+    for node in graph.node:
+        nodes += _again_on_bytes(graph, node, flow)
+        nodes += _with_points(graph, node, flow)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return model, saturates
+
+
+class Flow:
+    """Which layers multiply whole numbers, and where those come from.
+
+    `whole` are the activations that become bytes and stay so up to the layers they feed, `fused` the weights of those
+    layers, `inputs` the grid that each such layer's first input is on.
+    """
+
+    def __init__(
+        self, graph: onnx.GraphProto, codes: dict[str, Codes], grids: dict[str, Grid], bytes_: set[str]
+    ) -> None:
+        self.codes, self.grids = codes, grids
+        self._makers = {value: node for node in graph.node for value in node.output}
+        self._held = {tensor.name: tensor for tensor in graph.initializer}
+        layers = [node for node in graph.node if node.op_type in LAYERS]
+        # A constant weight that is not in codes stays in floating point.
+        floating = [node for node in layers if node.input[1] not in codes and node.input[1] not in self._makers]
+        self.whole = bytes_.difference(*(self._sources(node.input[0]) for node in floating))
+        self.inputs: dict[tuple[str, str], str] = {}
+        for node in layers:
+            sources = self._sources(node.input[0])
+            same = len({(float(grids[v].scale), float(grids[v].zero), grids[v][2:]) for v in sources & self.whole}) == 1
+            if node.input[1] in codes and sources <= self.whole and same:
+                self.inputs[node.input[0], node.input[1]] = min(sources)
+        self.fused = {weight for _, weight in self.inputs}
+
+    def saturates(self) -> bool:
+        """Tell whether the sum of two products could leave 16 bits."""
+        return any(
+            2 * self.codes[weight].largest * _highest_byte(self.grids[source]) >= SATURATES
+            for (_, weight), source in self.inputs.items()
+        )
+
+    def _passes(self, node: NodeProto) -> bool:
+        if node.op_type == "Pad" and len(node.input) > 2 and node.input[2]:
+            filling = self._held.get(node.input[2])  # zero is on every grid, other numbers need not be
+            return filling is not None and not numpy_helper.to_array(filling).any()
+        return node.op_type in PASSING
+
+    def _sources(self, value: str) -> set[str]:
+        """Return the values that a value is put together from unchanged, back to points or to whatever made them."""
+        todo, found = [value], set()
+        while todo:
+            value = todo.pop()
+            node = self._makers.get(value)
+            if value in self.grids or node is None or not self._passes(node):
+                found.add(value)
+            else:
+                todo += node.input if node.op_type == "Concat" else node.input[:1]
+        return found
+
+
+def activation_grid(point: Activation, bits: int) -> Grid:
+    """Return the grid of an activation at a width.
+
+    >>> from anybit.spec import Range
+    >>> grid = activation_grid(Activation("y", "activation", "y", ((32, Range(0.0, 7.5, "")),)), 4)
+    >>> float(grid.scale), grid.low, grid.high
+    (0.5, 0, 15)
+    """
+    value = point.range_at(bits)
+    assert value is not None
+    return make_grid(np.float32(value.low), np.float32(value.high), point.spec(bits))  # type: ignore[arg-type]
+
+
+def _offset(grid: Grid) -> int:
+    """Return what is added to a code to make it a byte."""
+    return MIDDLE if grid.low < 0 else 0
+
+
+def _highest_byte(grid: Grid) -> int:
+    return grid.high + _offset(grid)
+
+
+# Weights
+
+
+def _transpose(graph: onnx.GraphProto, codes: dict[str, Codes]) -> None:
+    """Turn codes around where the graph would turn the weight around: it keeps the two operators adjacent."""
+    users: dict[str, list[NodeProto]] = {name: [] for name in codes}
+    for node in graph.node:
+        for name in users.keys() & set(node.input):
+            users[name].append(node)
+    turned: dict[str, str] = {}
+    for name, nodes in users.items():
+        perms = {tuple(a.ints) for node in nodes for a in node.attribute if node.op_type == "Transpose"}
+        if len(perms) == 1 and all(node.op_type == "Transpose" for node in nodes):
+            codes[name] = codes[name].transposed(perms.pop())
+            turned |= {node.output[0]: name for node in nodes}
+    kept = [node for node in graph.node if not turned.keys() & set(node.output)]
+    for node in kept:
+        node.input[:] = [turned.get(name, name) for name in node.input]
+    del graph.node[:]
+    graph.node.extend(kept)
+
+
+def _biases(graph: onnx.GraphProto, master: Master, codes: dict[str, Codes], grids: dict[str, Grid]) -> list[NodeProto]:
+    """Correct the biases and make them whole numbers, as far as the widths ask for it; return the nodes for that."""
+    held = {tensor.name: tensor for tensor in graph.initializer}
+    nodes: list[NodeProto] = []
+    for bias in master.header.biases:
+        if bias.weight not in codes:
+            continue
+        weight, tensor = codes[bias.weight], held[bias.tensor]
+        exact = numpy_helper.to_array(tensor)
+        if bias.mean is not None:
+            error = weight.dequantized() - master.weights[bias.weight]
+            mean = np.asarray(bias.mean, np.float32)
+            exact = exact - bias_shift(error, mean, groups=bias.groups, transposed=bias.transposed)
+        if bias.value in grids and weight.bits <= 8:
+            whole, unit = whole_bias(exact, grids[bias.value].scale, weight.scale)
+            graph.initializer.append(numpy_helper.from_array(whole, f"{bias.tensor}.codes"))
+            graph.initializer.append(numpy_helper.from_array(unit, f"{bias.tensor}.scale"))
+            inputs = [f"{bias.tensor}.codes", f"{bias.tensor}.scale"]
+            name = f"{bias.tensor}/DequantizeLinear"
+            nodes.append(helper.make_node("DequantizeLinear", inputs, [bias.tensor], name=name, axis=0))
+            graph.initializer.remove(tensor)
+        else:
+            tensor.CopyFrom(numpy_helper.from_array(exact, bias.tensor))
+    return nodes
+
+
+def whole_bias(bias: Array, input_scale: Array, weight_scale: Array) -> tuple[np.ndarray[Any, Any], Array]:
+    """Return a bias as 32-bit whole numbers in units of both scales, which is how integer kernels add it, and the unit.
+
+    >>> whole_bias(np.array([1.0, -0.3], np.float32), np.float32(0.5), np.float32(0.25))
+    (array([ 8, -2], dtype=int32), array(0.125, dtype=float32))
+    """
+    unit = np.asarray(np.float32(input_scale) * weight_scale, np.float32)
+    if unit.ndim:
+        unit = np.tile(unit, bias.size // unit.size)  # the groups of a transposed convolution share scales
+    most = np.float32(2**31 - 128)  # the largest that float32 holds below the end of int32
+    return np.clip(np.rint(bias / unit), -most, most).astype(np.int32), unit
+
+
+# Activations
+
+
+def _again_on_bytes(graph: onnx.GraphProto, node: NodeProto, flow: Flow) -> list[NodeProto]:
+    """Put what reaches a layer by way of a reshape or a concatenation on the grid that it is on already.
+
+    It changes nothing, and shows ONNX Runtime that the layer multiplies whole numbers.
+    """
+    source = flow.inputs.get((node.input[0], node.input[1])) if node.op_type in LAYERS else None
+    if source is None or node.input[0] in flow.whole:
+        return []
+    value, result = node.input[0], f"{node.input[0]}/{node.output[0]}"
+    node.input[0] = result
+    return _on_bytes(graph, result, value, flow.grids[source])
+
+
+def _with_points(graph: onnx.GraphProto, node: NodeProto, flow: Flow) -> list[NodeProto]:
+    """Return a node followed by the rounding of its outputs; a function that the rounding does anyway is left out."""
+    grids, whole = flow.grids, flow.whole
+    found = [value for value in node.output if value in grids]
+    if not found:
+        return [node]
+    if len(node.output) == 1 and _is_done_by(grids[found[0]], node, graph):
+        nodes, sources = [], {found[0]: node.input[0]}
+    else:
+        nodes, sources = [node], {value: f"{value}.exact" for value in found}
+        node.output[:] = [sources.get(value, value) for value in node.output]
+    for value, source in sources.items():
+        nodes += (_on_bytes if value in whole else _spelled_out)(graph, value, source, grids[value])
+    return nodes
+
+
+def _is_done_by(grid: Grid, node: NodeProto, graph: onnx.GraphProto) -> bool:
+    """Tell whether a node only cuts off what the grid cuts off too."""
+    least, most = (float((code - grid.zero) * grid.scale) for code in (grid.low, grid.high))
+    if node.op_type == "Relu":
+        return least >= 0
+    if node.op_type != "Clip":
+        return False
+    held = {tensor.name: tensor for tensor in graph.initializer}
+    bounds = [-np.inf, np.inf]
+    for i, name in enumerate(node.input[1:3]):
+        if name and name not in held:
+            return False
+        if name:
+            bounds[i] = float(numpy_helper.to_array(held[name]))
+    slack = 1e-6 * (most - least)  # six bits' worth of scale times its highest code may round to a bit above six
+    return bounds[0] <= least + slack and most - slack <= bounds[1]
+
+
+def _on_bytes(graph: onnx.GraphProto, value: str, source: str, grid: Grid) -> list[NodeProto]:
+    """Return the operators that put a value on a grid of at most 8 bits: to bytes and back."""
+    offset = _offset(grid)
+    scale = _constant(graph, f"{value}.scale", grid.scale.astype(np.float32))
+    zero = _constant(graph, f"{value}.zero", np.asarray(grid.zero + offset, np.uint8))
+    steps = [("QuantizeLinear", [scale, zero])]
+    ends = grid.low + offset, grid.high + offset
+    if ends != (0, 255):
+        bounds = [np.asarray(end, np.uint8) for end in ends]
+        names = [_constant(graph, f"{value}.{end}", b) for end, b in zip(("low", "high"), bounds, strict=True)]
+        steps.append(("Clip", names))
+    return _chain([*steps, ("DequantizeLinear", [scale, zero])], source, value)
+
+
+def _spelled_out(graph: onnx.GraphProto, value: str, source: str, grid: Grid) -> list[NodeProto]:
+    """Return the operators that put a value on a grid in floating point."""
+    scale = _constant(graph, f"{value}.scale", grid.scale.astype(np.float32))
+    bounds = [np.asarray(end - grid.zero, np.float32) for end in (grid.low, grid.high)]
+    names = [_constant(graph, f"{value}.{end}", b) for end, b in zip(("low", "high"), bounds, strict=True)]
+    return _chain([("Div", [scale]), ("Round", []), ("Clip", names), ("Mul", [scale])], source, value)
+
+
+def _chain(steps: list[tuple[str, list[str]]], source: str, result: str) -> list[NodeProto]:
+    names = [source, *(f"{result}.{i}" for i in range(1, len(steps))), result]
+    return [
+        helper.make_node(operator, [names[i], *more], [names[i + 1]], name=f"{result}/{operator}")
+        for i, (operator, more) in enumerate(steps)
+    ]
+
+
+def _constant(graph: onnx.GraphProto, name: str, value: np.ndarray[Any, Any]) -> str:
+    graph.initializer.append(numpy_helper.from_array(value, name))
+    return name

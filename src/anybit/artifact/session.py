@@ -1,0 +1,170 @@
+"""Running a master: one file, any width, switched while it runs.
+
+session = anybit.load("model.onnx")
+session.set_bits(weights=4, activations=8)
+logits = session.run(x)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from anybit.artifact.format import LayerWidths, Widths
+from anybit.artifact.master import Master, open_master
+from anybit.artifact.requantize import requantize
+from anybit.artifact.runtime import compile_model
+from anybit.errors import DataError, SpecError
+from anybit.spec import Bits
+
+Array = npt.NDArray[Any]
+Inputs = npt.ArrayLike | Mapping[str, npt.ArrayLike]
+
+
+class Compiled(NamedTuple):
+    """A network at one width, ready to run."""
+
+    bits: Bits
+    key: tuple[int, ...]
+    engine: Any
+
+
+def load(path: str | Path, *, threads: int | None = None, keep: int = 8) -> Session:
+    """Open a master for running; it starts in floating point.
+
+    Args:
+        path: What `anybit.save` wrote.
+        threads: How many threads a run may use; all cores by default.
+        keep: How many widths stay compiled, so that going back to one of them costs nothing.
+    """
+    if threads is not None and threads < 1:
+        raise SpecError(f"threads must be at least 1, got {threads}")
+    if keep < 1:
+        raise SpecError(f"keep must be at least 1, got {keep}")
+    return Session(open_master(path), threads=threads, keep=keep)
+
+
+class Session:
+    """A master at one width at a time. `run` and `set_bits` may be called from any number of threads.
+
+    A switch is one assignment at its very end: every run sees the old width or the new one, whole.
+    """
+
+    def __init__(self, master: Master, *, threads: int | None = None, keep: int = 8) -> None:
+        self.master = master
+        self._threads, self._keep = threads, keep
+        self._compiling, self._looking = threading.Lock(), threading.Lock()
+        self._cache: OrderedDict[tuple[int, ...], Compiled] = OrderedDict()
+        self._now = self._compiled(Bits(), None)
+
+    @property
+    def bits(self) -> Bits:
+        """The widths that the next run will use, apart from layers with widths of their own."""
+        return self._now.bits
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the network's inputs."""
+        return self.master.inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the network's outputs."""
+        return self.master.outputs
+
+    def set_bits(self, *, weights: int, activations: int, layers: LayerWidths | None = None) -> None:
+        """Run at these widths from now on; 32 means floating point.
+
+        Args:
+            weights: The width of every weight.
+            activations: The width of every activation.
+            layers: Other widths for points whose name matches a pattern, as (weights, activations).
+        """
+        self._now = self._compiled(Bits(weights, activations), layers)
+
+    def _compiled(self, bits: Bits, layers: LayerWidths | None) -> Compiled:
+        widths = self.master.header.widths(bits, layers)
+        key = tuple(widths.values())
+        found = self._kept(key)
+        if found is None:
+            with self._compiling:  # one at a time; runs and switches to kept widths go on meanwhile
+                found = self._kept(key) or self._compile(bits, key, widths)
+        return found._replace(bits=bits)
+
+    def _kept(self, key: tuple[int, ...]) -> Compiled | None:
+        with self._looking:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+            return self._cache.get(key)
+
+    def _compile(self, bits: Bits, key: tuple[int, ...], widths: Widths) -> Compiled:
+        model, exact = requantize(self.master, widths, packed=False)
+        engine = compile_model(model, exact=exact, threads=self._threads, where=str(self.master.path))
+        made = Compiled(bits, key, engine)
+        with self._looking:
+            self._cache[key] = made
+            while len(self._cache) > self._keep:
+                self._cache.popitem(last=False)
+        return made
+
+    def run(self, x: Inputs) -> Any:
+        """Return what the network makes of `x`: an array, or a dict of them by name if there are several outputs.
+
+        Args:
+            x: A batch, as anything that numpy can make an array of; several inputs as a dict by name.
+        """
+        return self.run_with_bits(x)[0]
+
+    def run_with_bits(self, x: Inputs) -> tuple[Any, Bits]:
+        """Return what `run` returns, and the widths that it was computed at."""
+        now = self._now  # one look: a switch from here on is for the next run
+        try:
+            results = now.engine.run(None, self._feed(x, now.engine))
+        except DataError:
+            raise
+        except Exception as error:  # ONNX Runtime has no common base for its exceptions
+            reason = " ".join(str(error).split())[:300]
+            raise DataError(f"{self.master.path}: this input cannot be run ({reason})") from error
+        outputs = dict(zip(self.outputs, results, strict=True))
+        return (results[0] if len(results) == 1 else outputs), now.bits
+
+    def _feed(self, x: Inputs, engine: Any) -> dict[str, Array]:
+        given = x if isinstance(x, Mapping) else {self.inputs[0]: x}
+        if set(given) != set(self.inputs):
+            raise DataError(
+                f"{self.master.path}: the network takes {', '.join(self.inputs)}; got {', '.join(map(str, given))}"
+            )
+        return {value.name: _as_input(given[value.name], value) for value in engine.get_inputs()}
+
+
+_TYPES = {
+    "tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8,
+    "tensor(uint16)": np.uint16, "tensor(uint8)": np.uint8, "tensor(bool)": np.bool_,
+}  # fmt: skip
+
+
+def _as_input(x: npt.ArrayLike, wanted: Any) -> Array:
+    """Return an array of the type and shape that an input wants, or say what it wants."""
+    try:
+        array = np.asarray(x)
+        kind = _TYPES[wanted.type]
+        if array.dtype.kind not in "fiub" or (np.issubdtype(kind, np.integer) and array.dtype.kind == "f"):
+            raise TypeError
+    except (TypeError, ValueError):
+        found = getattr(x, "dtype", type(x).__name__)
+        raise DataError(f"input {wanted.name!r} takes numbers of type {wanted.type}; got {found}") from None
+    shape = wanted.shape
+    fits = array.ndim == len(shape) and all(
+        not isinstance(size, int) or size == found for size, found in zip(shape, array.shape, strict=True)
+    )
+    if not fits:
+        spoken = " x ".join(str(size) if isinstance(size, int) else "N" for size in shape)
+        raise DataError(f"input {wanted.name!r} has the shape {spoken}; got {list(array.shape)}")
+    return np.ascontiguousarray(array, kind)

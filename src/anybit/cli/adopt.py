@@ -1,0 +1,68 @@
+"""`anybit adopt other.onnx`: make a master of somebody else's ONNX model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anybit.cli.show import console
+from anybit.errors import DataError, SpecError
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def adopt(
+    model: Annotated[Path, typer.Argument(help="An ONNX model in floating point.")],
+    out: Annotated[Path, typer.Option(help="The master to write.")] = Path("model.onnx"),
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Pictures or .npy files whose values set the ranges; else batch norm does.")
+    ] = None,
+    mean: Annotated[str, typer.Option(help="Mean of the pixels (0 to 1), one number or one per channel.")] = "0",
+    std: Annotated[str, typer.Option(help="Deviation of the pixels, one number or one per channel.")] = "1",
+    per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = False,
+    store: Annotated[str, typer.Option(help="How weights are stored: fp32, fp16 or int8.")] = "fp32",
+) -> None:
+    """Write a master made of a plain ONNX classifier, without its training code and without PyTorch.
+
+    Example: anybit adopt other.onnx --out model.onnx --calibrate images/ --mean "0.49 0.48 0.45" --std "0.25 0.24 0.26"
+    """
+    from anybit.artifact.adopt import adopt as run
+    from anybit.artifact.adopt import read_plain
+    from anybit.artifact.pictures import find_inputs, read_inputs
+
+    normal = {"mean": numbers(mean, "mean"), "std": numbers(std, "std")}
+    feeds = None
+    if calibrate is not None:
+        name, shape = one_input(read_plain(model), model)
+        feeds = [{name: x} for _, x in read_inputs(find_inputs(calibrate), shape, **normal)]
+    run(model, out, calibration=feeds, per_channel=per_channel, store=store, about={"input": normal})
+    console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", highlight=False)
+
+
+def numbers(text: str, what: str) -> list[float]:
+    """Read one or three numbers.
+
+    >>> numbers("0.5 1 2", "mean")
+    [0.5, 1.0, 2.0]
+    """
+    try:
+        found = [float(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        found = []
+    if len(found) not in (1, 3) or (what == "std" and min(found) <= 0):
+        raise SpecError(f"{what} is one number or three, such as 0.5; got {text!r}")
+    return found
+
+
+def one_input(model: onnx.ModelProto, path: Path) -> tuple[str, tuple[int, ...]]:
+    """Return name and shape of a model's only input, without the batch dimension."""
+    values: list[Any] = list(model.graph.input)
+    if len(values) != 1:
+        raise DataError(f"{path}: takes {len(values)} inputs; calibration from files is for models with one")
+    sizes = [dim.dim_value for dim in values[0].type.tensor_type.shape.dim][1:]
+    if not sizes or not all(sizes):
+        raise DataError(f"{path}: the input {values[0].name!r} has no fixed shape behind its batch dimension")
+    return values[0].name, tuple(sizes)

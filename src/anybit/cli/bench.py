@@ -1,0 +1,70 @@
+"""`anybit bench model.onnx`: what each width gains on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybit.cli.needs import needs_torch
+from anybit.cli.show import console, progress_bars
+from anybit.spec import Bits
+
+
+def bench(
+    master: Annotated[Path, typer.Argument(help="A master, as anybit save writes it.")],
+    widths: Annotated[
+        str, typer.Option(help="Pairs of widths, weights and activations, separated by blanks.")
+    ] = "FP W8A8 W4A8 W4A4",
+    data: Annotated[str | None, typer.Option(help="A data set, or an .npz file: measure test accuracy too.")] = None,
+    threads: Annotated[int, typer.Option(help="Threads that a run may use.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each width is timed.")] = 15,
+    out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Print file size, memory, time per input and accuracy for each width; all widths are timed in turns.
+
+    Example: anybit bench model.onnx --widths "FP W8A8 W4A4" --data digits
+    """
+    from rich.table import Table
+
+    from anybit.artifact.bench import bench as run
+    from anybit.artifact.session import load
+    from anybit.files import write_json
+    from anybit.provenance import origin
+
+    pairs = [Bits.parse(word) for word in widths.split()]
+    labelled = None
+    if data is not None:
+        with needs_torch("anybit bench --data"):
+            from anybit.data import load_dataset
+        test = load_dataset(data).test
+        labelled = test.x.numpy(), test.y.numpy()
+    session = load(master, threads=threads, keep=max(1, len(pairs)))
+    with progress_bars() as start:
+        advance = start("widths", len(pairs))
+        gains = run(session, pairs, rounds=rounds, data=labelled, on_width=lambda: advance(1))
+    record = {
+        "master": master.name, "threads": threads, "rounds": rounds, "batch": 32, "data": data,
+        "rows": [gain.to_dict() for gain in gains], "origin": origin(),
+    }  # fmt: skip
+    if out is not None:
+        write_json(out, record)
+    if as_json:
+        typer.echo(json.dumps(record, indent=1))
+        return
+    table = Table(title=f"{master}, {threads} thread(s)", title_justify="left", title_style="bold")
+    for head in ("widths", "file MB", "memory MB", "ms at batch 1", "inputs/s at batch 32", "accuracy in %"):
+        table.add_column(head, justify="left" if head == "widths" else "right")
+    for gain in gains:
+        table.add_row(
+            str(Bits(gain.weights, gain.activations)),
+            f"{gain.file_bytes / 1e6:.2f}",
+            f"{gain.resident_bytes / 1e6:.1f}",
+            f"{1000 * gain.latency:.2f}",
+            f"{gain.throughput:.0f}",
+            "" if gain.accuracy is None else f"{100 * gain.accuracy:.2f}",
+        )
+    console.print(table)

@@ -1,0 +1,28 @@
+"""`anybit export model.onnx out.onnx --bits W4A8`: one width of a master, for any runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybit.cli.show import console
+from anybit.spec import Bits
+
+
+def export(
+    master: Annotated[Path, typer.Argument(help="A master, as anybit save writes it.")],
+    out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
+    bits: Annotated[str, typer.Option(help="Widths of weights and activations.")] = "W8A8",
+) -> None:
+    """Write a master at one width as a plain ONNX file, with standard operators only.
+
+    Example: anybit export model.onnx model-w4a8.onnx --bits W4A8
+    """
+    from anybit.artifact.export import export as write
+
+    pair = Bits.parse(bits)
+    write(master, out, weights=pair.weights, activations=pair.activations)
+    before, after = master.stat().st_size, out.stat().st_size
+    console.print(f"{out}: {pair}, {after / 1e6:.2f} MB, {after / before:.2f} of the master", highlight=False)

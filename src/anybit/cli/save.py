@@ -1,0 +1,88 @@
+"""`anybit save runs/digits-l1-0 --out model.onnx`: from a checkpoint to one file that runs at any width."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anybit.cli.needs import needs_torch
+from anybit.cli.show import console
+from anybit.spec import Bits
+
+
+def save(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the run folder it is in.")],
+    out: Annotated[Path, typer.Option(help="The master to write.")] = Path("model.onnx"),
+    store: Annotated[str, typer.Option(help="How weights are stored: fp32, fp16 or int8.")] = "fp32",
+    widths: Annotated[
+        str, typer.Option(help="Measure test accuracy at these widths and write it into the file.")
+    ] = "FP W8A8 W4A8 W4A4",
+    data: Annotated[str | None, typer.Option(help="Another data set than the one it was trained on.")] = None,
+    per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = False,
+    helpers: Annotated[str, typer.Option(help="Data-free helpers, separated by blanks, or all.")] = "",
+) -> None:
+    """Write a checkpoint as a master: an ONNX file that runs at any width, without PyTorch.
+
+    With --store int8 lower widths are derived from the 8-bit codes; the accuracy of both ways is printed.
+
+    Example: anybit save runs/digits-l1-0 --out digits.onnx --store int8
+    """
+    pairs = [Bits.parse(word) for word in widths.split()]
+    with needs_torch("anybit save"):
+        from anybit.artifact.master import write_master
+        from anybit.data import load_dataset
+        from anybit.quant.lower import round_biases, translate
+        from anybit.quant.prepare import prepare
+        from anybit.train.checkpoint import load_model
+    path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
+    model, known = load_model(path)
+    dataset = load_dataset(data or str(known.get("data", "")))
+    net = prepare(
+        model, dataset.test.x[:2], input_range=dataset.input_range, per_channel=per_channel, helpers=helpers.split()
+    )
+    round_biases(net)
+    test = dataset.test.x.numpy(), dataset.test.y.numpy()
+    graph, header = translate(net)
+    about: dict[str, Any] = {
+        **header.about,
+        "training": known,
+        "data": dataset.name,
+        "classes": list(dataset.classes),
+        **pixels(dataset.name),
+        "helpers": helpers.split(),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Path(folder) / "model.onnx"
+        for name, way in {"measured": store, "measured_from_fp32": "fp32"}.items():
+            if name == "measured" or store == "int8":
+                write_master(trial, graph, replace(header, store=way))
+                about[name] = accuracies(trial, pairs, *test)
+    write_master(out, graph, replace(header, store=store, about=about))
+    for bits in map(str, pairs):
+        line = f"{bits:6} {100 * about['measured'][bits]:.2f}% of {len(test[1])}"
+        if store == "int8":
+            line += f" from 8-bit codes, {100 * about['measured_from_fp32'][bits]:.2f}% from floating point"
+        console.print(line, highlight=False)
+    console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", highlight=False)
+
+
+def pixels(data: str) -> dict[str, Any]:
+    """Return how a data set's pixels were normalized, for those whose inputs are pictures."""
+    if data == "cifar10":
+        from anybit.data.cifar10 import MEAN, STD
+
+        return {"input": {"mean": list(MEAN), "std": list(STD)}}
+    return {"input": {"mean": [0.0], "std": [1.0]}} if data == "digits" else {}
+
+
+def accuracies(master: Path, pairs: list[Bits], x: Any, y: Any) -> dict[str, float]:
+    """Return the accuracy of a master at each pair of widths."""
+    from anybit.artifact.bench import accuracy_at
+    from anybit.artifact.session import load
+
+    session = load(master, keep=1)
+    return {str(bits): accuracy_at(session, bits, x, y) for bits in pairs}

@@ -1,0 +1,55 @@
+"""`anybit watch model.onnx`: see live which width the machine would run at."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybit.cli.show import console
+
+
+def watch(
+    master: Annotated[Path, typer.Argument(help="A master, as anybit save writes it.")],
+    policy: Annotated[str, typer.Option(help="battery, power, latency (see --milliseconds), or fixed.")] = "battery",
+    bits: Annotated[str, typer.Option(help="The widths of policy fixed, or of power without mains.")] = "W8A8",
+    steps: Annotated[str, typer.Option(help="Steps of policy battery: below so many percent at those widths.")] = "",
+    milliseconds: Annotated[float, typer.Option(help="The time budget of policy latency, at batch 1.")] = 10.0,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    times: Annotated[int | None, typer.Option(help="Stop after so many looks; by default go on until ctrl-C.")] = None,
+) -> None:
+    """Show battery, power source, width and time per run, until interrupted.
+
+    Example: anybit watch model.onnx --policy battery
+    """
+    import numpy as np
+    from rich.live import Live
+    from rich.table import Table
+
+    from anybit.artifact.bench import input_shapes
+    from anybit.artifact.session import load
+    from anybit.cli.run import find_policy
+    from anybit.policy import Chooser, Reading, measure, read_machine
+
+    session = load(master)
+    chooser = Chooser(find_policy(policy, session, bits=bits, steps=steps, milliseconds=milliseconds))
+    feed = {name: np.zeros((1, *shape), np.float32) for name, shape in input_shapes(session).items()}
+
+    def look(reading: Reading) -> Table:
+        wanted = chooser.choose(reading)
+        session.set_bits(weights=wanted.weights, activations=wanted.activations)
+        taken = measure(lambda: session.run(feed), repeats=5)
+        table = Table("battery", "power", "width", "ms per run", title=str(master), title_justify="left")
+        charge = "none" if reading.percent is None else f"{reading.percent:.0f}%"
+        table.add_row(charge, "mains" if reading.on_mains else "battery", str(wanted), f"{1000 * taken:.2f}")
+        return table
+
+    looks = 0
+    with Live(console=console, auto_refresh=False) as live:
+        while times is None or looks < times:
+            live.update(look(read_machine()), refresh=True)
+            looks += 1
+            if looks != times:
+                time.sleep(every)

@@ -1,0 +1,160 @@
+"""What the runtime computes is what the simulation computes.
+
+Both put the same codes into the same sums. What is left is the rounding of float32 itself: the simulation adds
+products in floating point where ONNX Runtime adds integers and multiplies once. That changes an output by about
+1e-7 of its size, unless it carries an activation across the border between two codes; then one code differs by one,
+and what follows from it. Where two classes get the same logit, either is a right prediction.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import CASES
+from onnx import TensorProto, helper
+from test_artifact_lower import arrays, by_name, saved
+
+from anybit.artifact.master import open_master
+from anybit.artifact.requantize import activation_grid, requantize
+from anybit.artifact.runtime import compile_model
+from anybit.artifact.session import load
+from anybit.quant.points import ActivationPoint
+from anybit.spec import Bits
+
+WIDTHS = [(8, 8), (8, 4), (6, 6), (4, 8), (4, 4), (3, 8)]
+N = 1000
+TIE = 1e-5
+"""Of the largest output: what float32 sums in another order can differ by."""
+
+
+def compare(name: str, widths: list[tuple[int, int]], n: int, **options: Any) -> list[tuple[float, float, float]]:
+    """Return for each width: the part of equal predictions, the part of outputs that differ, by how much at most."""
+    case, net, path = saved(name, **options)
+    session = load(path, threads=1)
+    inputs, feed = arrays(case, session.inputs, n)
+    results = []
+    for weights, activations in widths:
+        net.set_bits(weights=weights, activations=activations)
+        session.set_bits(weights=weights, activations=activations)
+        with torch.no_grad():
+            want = by_name(case.run(net, inputs))
+        got = session.run(feed)
+        got = got if isinstance(got, dict) else {"output": got}
+        worst = [(1.0, 0.0, 0.0)]
+        for key, value in want.items():
+            size = np.abs(value).max()
+            chosen = np.take_along_axis(value, got[key].argmax(1)[:, None], 1)[:, 0]
+            agree = (chosen >= value.max(1) - TIE * size).mean()
+            apart = np.abs(got[key] - value).max(1) / size
+            worst.append((float(agree), float((apart > TIE).mean()), float(apart.max())))
+        agrees, differs, most = zip(*worst, strict=True)
+        results.append((min(agrees), max(differs), max(most)))
+    return results
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_simulation_and_runtime_agree(name: str) -> None:
+    for (weights, activations), (agree, differs, most) in zip(WIDTHS, compare(name, WIDTHS, N), strict=True):
+        where = f"W{weights}A{activations}: {agree:.4f} agree, {differs:.4f} differ, by at most {most:.1e}"
+        # ResNet-18 has the most codes and, untrained, the smallest margins: some outputs lie on a border.
+        assert agree >= (0.997 if name == "resnet18" else 0.999), where
+        assert differs <= 0.25, where
+        assert most <= 0.25, where
+
+
+def test_what_differs_starts_with_a_code_on_the_border() -> None:
+    case, net, path = saved("resnet18")
+    master = open_master(path)
+    widths = master.header.widths(Bits(8, 8))
+    model, exact = requantize(master, widths, packed=False)
+    makers = {value: node for node in model.graph.node for value in node.output}
+    codes = {a.name: makers[a.value].input[0] for a in master.header.activations}
+    model.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.UINT8, None) for name in codes.values())
+    engine = compile_model(model, exact=exact, threads=1, where=str(path))
+    n = 200
+    inputs, feed = arrays(case, master.inputs, n)
+    got = dict(zip((value.name for value in engine.get_outputs()), engine.run(None, feed), strict=True))
+    seen: dict[str, Any] = {}
+    hooks = [
+        point.register_forward_pre_hook(lambda module, args: seen.__setitem__(module.name, args[0].numpy().copy()))
+        for point in net.points
+        if isinstance(point, ActivationPoint)
+    ]
+    net.set_bits(weights=8, activations=8)
+    with torch.no_grad():
+        case.run(net, inputs)
+    for hook in hooks:
+        hook.remove()
+    differed, checked = np.zeros(n, bool), 0
+    for point in master.header.activations:
+        grid = activation_grid(point, 8)
+        ratio = seen[point.name] / grid.scale
+        offset = 128 if grid.low < 0 else 0
+        steps = got[codes[point.name]].astype(int) - np.clip(np.rint(ratio), grid.low, grid.high).astype(int) - offset
+        rows = (steps != 0).reshape(n, -1).any(1)
+        for row in np.flatnonzero(rows & ~differed):
+            where = steps[row] != 0
+            to_border = np.abs(np.abs(ratio[row][where] % 1) - 0.5)
+            assert np.abs(steps[row]).max() == 1
+            assert to_border.max() < 1e-3  # of a code: a few units in the last place of a float32 of that size
+            checked += 1
+        differed |= rows
+    assert differed.mean() < 0.2
+    assert checked == differed.sum()
+
+
+OTHER = [(32, 32), (32, 8), (32, 4), (8, 32), (4, 32), (2, 2), (5, 7), (12, 12), (16, 16), (16, 8), (8, 16)]
+
+
+@pytest.mark.parametrize("name", ["small-conv", "functional", "transformer", "two-inputs"])
+def test_other_widths_agree_too(name: str) -> None:
+    for (weights, activations), (agree, differs, most) in zip(OTHER, compare(name, OTHER, 200), strict=True):
+        where = f"W{weights}A{activations}: {agree:.4f} agree, {differs:.4f} differ, by at most {most:.1e}"
+        assert agree >= 0.995, where
+        if 8 < activations < 32:  # so fine a grid that float32 itself decides many codes
+            assert most <= 0.02, where
+        else:
+            assert differs <= 0.02, where
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"per_channel": True},
+        {"symmetric": False},
+        {"symmetric": False, "per_channel": True},
+        {"helpers": ("bias", "sums", "clip")},
+        {"helpers": "all", "per_channel": True},
+        {"ends": "8-bit"},
+        {"ends": "float"},
+        {"method": "mse"},
+    ],
+    ids=str,
+)
+def test_every_setting_of_prepare_agrees(options: dict[str, Any]) -> None:
+    widths = [*WIDTHS, (32, 8), (8, 32), (2, 8)]
+    for (weights, activations), (agree, differs, most) in zip(
+        widths, compare("functional", widths, 500, **options), strict=True
+    ):
+        where = f"W{weights}A{activations}: {agree:.4f} agree, {differs:.4f} differ, by at most {most:.1e}"
+        assert agree >= 0.998, where
+        assert differs <= 0.01, where
+
+
+def test_layers_with_widths_of_their_own_agree() -> None:
+    case, net, path = saved("functional")
+    session = load(path, threads=1)
+    inputs, feed = arrays(case, session.inputs, 200)
+    results = []
+    for layers in ({"head": (8, 8)}, {"*": (8, 8), "a": (32, 32)}, {"head": (32, 32)}, {"c": (3, 3)}):
+        net.set_bits(weights=4, activations=6, layers=layers)
+        session.set_bits(weights=4, activations=6, layers=layers)
+        with torch.no_grad():
+            want = case.run(net, inputs).numpy()
+        results.append(want)
+        np.testing.assert_allclose(session.run(feed), want, atol=1e-5 * np.abs(want).max())
+    assert all(not np.allclose(a, b) for a, b in itertools.pairwise(results))

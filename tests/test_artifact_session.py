@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from onnx import TensorProto, numpy_helper
+from test_artifact_small import HEADER, MODEL, header_with, small_master
+
+from anybit.artifact.codes import encode, pack_int4
+from anybit.artifact.export import NOTE, export
+from anybit.artifact.format import Activation, Weight
+from anybit.artifact.master import open_master, write_master
+from anybit.artifact.requantize import requantize
+from anybit.artifact.runtime import EXACT, onnxruntime
+from anybit.artifact.session import Session, load
+from anybit.errors import DataError, FileError, SpecError
+from anybit.rounding.grid import dequantize, make_grid, min_max, quantize
+from anybit.spec import Bits, Range
+
+X = np.random.default_rng(0).normal(size=(16, 1, 6, 6)).astype(np.float32)
+
+# Codes
+
+
+@given(
+    hnp.arrays(np.float32, hnp.array_shapes(min_dims=1, max_dims=4, max_side=5), elements=st.floats(-9, 9, width=32)),
+    st.integers(2, 16), st.booleans(), st.none() | st.integers(0, 3),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_codes_stand_for_the_values_of_the_grid(w: Any, bits: int, symmetric: bool, axis: int | None) -> None:
+    axis = None if axis is None else axis % w.ndim
+    how = Weight("w", "w", axis, symmetric)
+    grid = make_grid(*min_max(w, axis), how.spec(bits))
+    want = dequantize(quantize(w, *grid), grid.scale, grid.zero)
+    codes = encode(w, how, bits)
+    for form in (codes, codes.with_one_zero(), codes.unsigned(), codes.with_one_zero().unsigned()):
+        np.testing.assert_array_equal(form.dequantized(), want)
+    turned = codes.transposed(tuple(range(w.ndim))[::-1])
+    np.testing.assert_array_equal(turned.dequantized(), want.T)
+    assert len(set(codes.with_one_zero().zero.reshape(-1).tolist())) == 1 or bits > 8 or axis is None
+    assert codes.values.itemsize == (1 if bits <= 8 else 2)
+
+
+@given(hnp.arrays(np.int8, hnp.array_shapes(max_dims=3, max_side=7), elements=st.integers(-8, 7)))
+@settings(max_examples=100, deadline=None)
+def test_packed_codes_are_what_onnx_reads(values: Any) -> None:
+    tensor = TensorProto(dims=values.shape, data_type=TensorProto.INT4, raw_data=pack_int4(values))
+    np.testing.assert_array_equal(numpy_helper.to_array(tensor).astype(np.int8), values)
+
+
+# What ONNX Runtime makes of it
+
+
+def optimized(model: onnx.ModelProto, folder: Path) -> Counter[str]:
+    """Return the operators that are left when ONNX Runtime has fused what it can."""
+    ort = onnxruntime()
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    options.log_severity_level = 3
+    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return Counter(node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node)
+
+
+def test_a_weight_in_floating_point_is_not_rounded_behind_ones_back(tmp_path: Path) -> None:
+    master = open_master(small_master(tmp_path))
+    for bits in (Bits(32, 8), Bits(32, 4)):
+        model, exact = requantize(master, master.header.widths(bits), packed=True)
+        found = optimized(model, tmp_path)
+        assert "QLinearConv" not in found
+        assert not exact
+
+
+def test_exact_sums_are_asked_for_where_they_could_overflow(tmp_path: Path) -> None:
+    master = open_master(small_master(tmp_path))
+    for bits, want in {(8, 8): True, (7, 8): False, (4, 8): False, (8, 32): False, (32, 8): False}.items():
+        assert requantize(master, master.header.widths(Bits(*bits)), packed=False)[1] is want
+    narrow = header_with(activations=(HEADER.activations[1],), biases=HEADER.biases[1:])
+    write_master(tmp_path / "narrow.onnx", MODEL, narrow)
+    master = open_master(tmp_path / "narrow.onnx")
+    assert requantize(master, master.header.widths(Bits(8, 8)), packed=False)[1]
+    assert not requantize(master, master.header.widths(Bits(8, 6)), packed=False)[1]
+
+
+def test_a_function_is_left_out_only_where_the_grid_does_the_same(tmp_path: Path) -> None:
+    for low, left in ((0.0, 0), (-9.0, 1)):  # a grid with negative codes does not cut them off
+        relu = Activation("relu", "activation", "relu", ((32, Range(low, 9.0, "")),))
+        write_master(tmp_path / "m.onnx", MODEL, header_with(activations=(HEADER.activations[0], relu)))
+        master = open_master(tmp_path / "m.onnx")
+        model, _ = requantize(master, master.header.widths(Bits(8, 8)), packed=False)
+        assert [node.op_type for node in model.graph.node].count("Relu") == left
+
+
+def by_hand(x: Any, weights: int, activations: int) -> Any:
+    """Compute the small network with whole numbers in float64."""
+    held = {tensor.name: numpy_helper.to_array(tensor) for tensor in MODEL.graph.initializer}
+
+    def snap(v: Any, low: float, high: float, bits: int, signed: bool) -> tuple[Any, float]:
+        top = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
+        scale = float(np.float32(max(-low, high)) / np.float32(top))
+        return np.clip(np.rint(v.astype(np.float32) / np.float32(scale)), -top if signed else 0, top), scale
+
+    def weight(name: str) -> tuple[Any, float]:
+        w = held[name]
+        return snap(w, float(w.min()), float(w.max()), weights, True)
+
+    q, sx = snap(x, -3.0, 3.0, max(8, activations), True)
+    wa, sa = weight("a.weight")
+    windows = np.lib.stride_tricks.sliding_window_view(q[:, 0], (3, 3), (1, 2))
+    total = np.einsum("nijkl,okl->noij", windows, wa[:, 0]) + np.rint(held["a.bias"] / (sx * sa))[None, :, None, None]
+    r, sr = snap(np.maximum(total, 0) * (sx * sa), 0.0, 9.0, activations, False)
+    wb, sb = weight("b.weight")
+    return (r.reshape(len(x), -1) @ wb.T + np.rint(held["b.bias"] / (sr * sb))) * (sr * sb)
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (3, 8), (8, 2), (6, 6)], ids=str)
+def test_the_result_is_what_one_would_compute_by_hand(bits: tuple[int, int], tmp_path: Path) -> None:
+    session = load(small_master(tmp_path))
+    session.set_bits(weights=bits[0], activations=bits[1])
+    want = by_hand(X, *bits)
+    assert np.mean(np.isclose(session.run(X), want, rtol=1e-4, atol=1e-4).all(1)) >= 15 / 16  # one tie is allowed
+
+
+# Running
+
+
+def test_any_number_type_and_batch_size(tmp_path: Path) -> None:
+    session = load(small_master(tmp_path))
+    session.set_bits(weights=8, activations=8)
+    want = session.run(X)
+    assert want.shape == (16, 3)
+    assert want.dtype == np.float32
+    for kind in (np.float64, np.float32, ">f4"):
+        np.testing.assert_array_equal(session.run(X.astype(kind)), want)
+    np.testing.assert_array_equal(session.run(X[..., ::-1][..., ::-1]), want)
+    np.testing.assert_array_equal(session.run({"x": X.tolist()}), want)
+    np.testing.assert_allclose(session.run(X.astype(np.float16)), want, atol=0.2)
+    for n in (0, 1, 5):
+        np.testing.assert_allclose(session.run(X[:n]), want[:n], rtol=1e-5, atol=1e-5)
+    assert session.run(np.ones((2, 1, 6, 6), np.int64)).shape == (2, 3)
+
+
+def test_inputs_that_do_not_fit_are_explained(tmp_path: Path) -> None:
+    session = load(small_master(tmp_path))
+    with pytest.raises(DataError, match=r"has the shape N x 1 x 6 x 6; got \[16, 1, 6, 5\]"):
+        session.run(X[..., :5])
+    with pytest.raises(DataError, match=r"got \[1, 6, 6\]"):
+        session.run(X[0])
+    with pytest.raises(DataError, match="takes x; got z"):
+        session.run({"z": X})
+    with pytest.raises(DataError, match=r"takes numbers of type tensor\(float\)"):
+        session.run(np.array([["a"]]))
+    with pytest.raises(DataError, match="takes numbers"):
+        session.run([[1.0], [1.0, 2.0]])
+    with pytest.raises(DataError, match="takes numbers"):
+        session.run(X.astype(np.complex64))
+
+
+def test_a_width_that_makes_no_sense_changes_nothing(tmp_path: Path) -> None:
+    session = load(small_master(tmp_path))
+    session.set_bits(weights=4, activations=4)
+    want = session.run(X)
+    with pytest.raises(SpecError, match="weights must be 2 to 16"):
+        session.set_bits(weights=1, activations=4)
+    with pytest.raises(SpecError, match="no point matches"):
+        session.set_bits(weights=8, activations=8, layers={"zzz": (2, 2)})
+    assert session.bits == Bits(4, 4)
+    np.testing.assert_array_equal(session.run(X), want)
+    with pytest.raises(SpecError, match="threads"):
+        load(tmp_path / "small.onnx", threads=0)
+    with pytest.raises(SpecError, match="keep"):
+        load(tmp_path / "small.onnx", keep=0)
+
+
+def test_going_back_to_a_width_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import anybit.artifact.session as module
+
+    compiled = []
+    real = module.compile_model
+    monkeypatch.setattr(module, "compile_model", lambda *a, **k: compiled.append(1) or real(*a, **k))
+    session = Session(open_master(small_master(tmp_path)), keep=2)
+    assert len(compiled) == 1
+    session.set_bits(weights=8, activations=8)
+    session.set_bits(weights=32, activations=32)
+    session.set_bits(weights=8, activations=8)
+    assert len(compiled) == 2
+    session.set_bits(weights=4, activations=4)  # drops floating point, the one not used for longest
+    session.set_bits(weights=8, activations=8)
+    assert len(compiled) == 3
+    session.set_bits(weights=32, activations=32)
+    assert len(compiled) == 4
+    session.set_bits(weights=8, activations=8, layers={"a": (8, 8)})
+    assert len(compiled) == 4  # the same widths, said in another way
+
+
+def test_each_run_sees_one_width_whole_whoever_switches(tmp_path: Path) -> None:
+    session = load(small_master(tmp_path), threads=1, keep=3)
+    pairs = [Bits(8, 8), Bits(4, 4), Bits(2, 2), Bits(6, 8)]
+    x = X[:2]
+    want = {}
+    for bits in pairs:
+        session.set_bits(weights=bits.weights, activations=bits.activations)
+        want[bits] = session.run(x)
+    assert len({value.tobytes() for value in want.values()}) == len(pairs)
+    served: list[tuple[Bits, bool]] = []
+    stop = threading.Event()
+
+    def runs() -> None:
+        for _ in range(600):
+            got, bits = session.run_with_bits(x)
+            served.append((bits, np.array_equal(got, want[bits])))
+
+    def switches() -> None:
+        i = 0
+        while not stop.is_set():
+            i += 1
+            bits = pairs[i * 7 % 4 if i % 5 else i % 2]
+            session.set_bits(weights=bits.weights, activations=bits.activations)
+
+    workers = [threading.Thread(target=runs) for _ in range(8)]
+    switcher = threading.Thread(target=switches)
+    for thread in [*workers, switcher]:
+        thread.start()
+    for thread in workers:
+        thread.join()
+    stop.set()
+    switcher.join()
+    assert len(served) == 8 * 600
+    assert all(right for _, right in served)
+    assert len({bits for bits, _ in served}) > 1
+
+
+def test_a_graph_that_onnx_runtime_refuses_names_the_file(tmp_path: Path) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(MODEL)
+    activations = (*HEADER.activations, Activation("shape", "activation", "shape", ((32, Range(0.0, 9.0, "")),)))
+    model.graph.node.insert(0, onnx.helper.make_node("Shape", ["x"], ["shape"]))
+    write_master(tmp_path / "m.onnx", model, header_with(activations=activations))
+    session = load(tmp_path / "m.onnx")
+    with pytest.raises(FileError, match=r"m\.onnx: ONNX Runtime does not take this graph"):
+        session.set_bits(weights=8, activations=8)
+    assert session.bits == Bits()
+
+
+# Exporting
+
+
+def test_the_note_says_what_another_runtime_must_set(tmp_path: Path) -> None:
+    path = small_master(tmp_path)
+    found = {}
+    for bits in (Bits(8, 8), Bits(4, 8)):
+        export(path, tmp_path / "out.onnx", weights=bits.weights, activations=bits.activations)
+        note = {e.key: e.value for e in onnx.load(tmp_path / "out.onnx").metadata_props}[NOTE]
+        found[bits] = json.loads(note)["session_options"]
+    assert found == {Bits(8, 8): {EXACT: "1"}, Bits(4, 8): {}}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8, 9, 16])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_are_stored_as_small_as_they_can_be(bits: int, symmetric: bool, tmp_path: Path) -> None:
+    weights = tuple(Weight(w.name, w.tensor, None, symmetric) for w in HEADER.weights)
+    write_master(tmp_path / "m.onnx", MODEL, header_with(weights=weights))
+    export(tmp_path / "m.onnx", tmp_path / "out.onnx", weights=bits, activations=8)
+    held = {tensor.name: tensor for tensor in onnx.load(tmp_path / "out.onnx").graph.initializer}
+    codes = held["b.weight.codes"]
+    kind = TensorProto.INT4 if bits <= 4 else TensorProto.INT8 if bits <= 8 else TensorProto.INT16
+    assert codes.data_type == kind
+    assert len(codes.raw_data) == 3 * 64 * {TensorProto.INT4: 0.5, TensorProto.INT8: 1, TensorProto.INT16: 2}[kind]
+    values = numpy_helper.to_array(codes).astype(int)
+    assert values.max() - values.min() <= 2**bits - 1 - symmetric
+    assert "b.weight" not in held
+
+
+def test_an_export_is_written_at_once_or_not_at_all(tmp_path: Path) -> None:
+    path = small_master(tmp_path)
+    with pytest.raises(SpecError, match="weights must be"):
+        export(path, tmp_path / "out.onnx", weights=1, activations=8)
+    with pytest.raises(FileError, match="cannot make this folder"):
+        export(path, path / "out.onnx", weights=4, activations=8)
+    assert [p.name for p in tmp_path.iterdir()] == ["small.onnx"]
+
+
+# Without PyTorch
+
+
+WITHOUT_TORCH = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "onnxscript", "sklearn", "safetensors"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+import os
+import numpy as np
+from anybit.artifact.session import load
+from anybit.artifact.export import export
+session = load(sys.argv[1])
+for weights, activations in ((8, 8), (4, 4), (32, 32)):
+    session.set_bits(weights=weights, activations=activations)
+    print(session.bits, session.run(np.ones((2, 1, 6, 6))).round(3).tolist()[0])
+export(sys.argv[1], sys.argv[2], weights=4, activations=8)
+print(os.environ["ORT_DISABLE_TELEMETRY"], "torch" in sys.modules)
+"""
+
+
+def test_none_of_this_needs_torch(tmp_path: Path) -> None:
+    path = small_master(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(path), str(tmp_path / "out.onnx")], capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["W8A8", "W4A4", "FP", "1"]
+    assert lines[-1] == "1 False"
+    assert (tmp_path / "out.onnx").exists()
