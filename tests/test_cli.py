@@ -20,7 +20,8 @@ from anybit.report.rows import read_rows
 from anybit.train.checkpoint import FORMAT, read_checkpoint
 
 VERBS = (
-    "demo", "train", "sweep", "report", "save", "export", "run", "watch", "bench", "adopt", "figure", "appendix",
+    "demo", "train", "sweep", "report", "save", "export", "run", "watch", "bench", "adopt", "reproduce", "search",
+    "figure", "appendix",
 )  # fmt: skip
 
 RECIPE = """

@@ -10,7 +10,8 @@ import pytest
 from anybit.data import DATASETS
 from anybit.errors import RecipeError, SpecError
 from anybit.models import MODELS
-from anybit.train.recipe import Recipe, load_recipe, parse_recipe
+from anybit.spec import Bits
+from anybit.train.recipe import PenaltyRecipe, Recipe, load_recipe, parse_recipe
 from anybit.train.strict import from_mapping
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -84,7 +85,7 @@ def test_every_recipe_of_the_repository_loads_and_names_things_that_exist() -> N
     for path in paths:
         recipe = load_recipe(path)
         assert recipe.model.name in MODELS, path
-        assert recipe.data.name in DATASETS or recipe.data.name.endswith(".npz"), path
+        assert recipe.data.name in {*DATASETS, "data/imagenet"} or recipe.data.name.endswith(".npz"), path
 
 
 def test_the_two_digits_recipes_belong_together() -> None:
@@ -238,3 +239,77 @@ def test_a_recipe_made_in_code_is_checked_too(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="seed must be zero or more"):
         dataclasses.replace(recipe, seed=-5)
     assert isinstance(dataclasses.replace(recipe, seed=5), Recipe)
+
+
+# Straight-through training
+
+STRAIGHT = (
+    GOOD.partition("[penalty]")[0]
+    + """
+[quantize]
+widths = ["W4A4", "w8a32", "FP"]
+per_channel = true
+"""
+)
+
+
+def test_a_recipe_with_widths(tmp_path: Path) -> None:
+    recipe = load_recipe(save(tmp_path, STRAIGHT))
+    assert recipe.quantize.pairs == (Bits(4, 4), Bits(8, 32), Bits(32, 32))
+    assert recipe.quantize.per_channel
+    assert parse_recipe(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert json.loads(json.dumps(recipe.to_dict())) == recipe.to_dict()  # lists stay lists
+    assert load_recipe(save(tmp_path, GOOD)).quantize.pairs == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('["W4A4", "w8a32", "FP"]', '"W4A4"', "'quantize.widths' must be a list, got 'W4A4'"),
+        ('"W4A4"', "4", "'quantize.widths[0]' must be a text, got 4"),
+        ('"W4A4"', '"W1A4"', "quantize.weights must be 2 to 16"),
+        ('"W4A4"', '"four"', "quantize."),
+        ("widths", "width", "unknown key 'quantize.width'; did you mean 'quantize.widths'?"),
+        ("per_channel = true", "per_channel = 1", "'quantize.per_channel' must be true or false, got 1"),
+        ("[quantize]", "[penalty]\nweight = 1\n[quantize]", "quantize.widths and the penalties exclude each other"),
+    ],
+)
+def test_bad_widths(old: str, new: str, message: str, tmp_path: Path) -> None:
+    path = save(tmp_path, STRAIGHT.replace(old, new))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+# Changing a recipe by key
+
+
+def test_a_changed_recipe_differs_where_it_was_told_to(tmp_path: Path) -> None:
+    recipe = load_recipe(save(tmp_path, GOOD))
+    changed = recipe.changed({"optimizer.lr": 1, "seed": 8, "penalty.norm": "l1"})
+    assert (changed.optimizer.lr, changed.seed, changed.penalty.norm) == (1.0, 8, "l1")
+    assert changed.changed({"optimizer.lr": 0.01, "seed": 7, "penalty.norm": "l2"}) == recipe
+    assert recipe.changed({}) == recipe
+    off = recipe.changed({"seed": 0, "data.augment": False, "penalty.weight": 0})  # zero and false are values too
+    assert (off.seed, off.data.augment, off.penalty.weight) == (0, False, 0.0)
+    assert off.changed({"seed": 7, "penalty.weight": 1e-3}) == recipe
+    plain = dataclasses.replace(recipe, init=None, penalty=PenaltyRecipe())
+    assert plain.changed({}) == plain
+    assert plain.changed({"quantize.widths": ("W4A4",)}).quantize.pairs == (Bits(4, 4),)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer.lrr": 1.0}, "try: unknown key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+        ({"optimiser.lr": 1.0}, "try: unknown key 'optimiser'; did you mean 'optimizer'?"),
+        ({"optimizer.lr": "fast"}, "try: 'optimizer.lr' must be a number"),
+        ({"penalty.weight": -1.0}, "try: penalty.weight must be zero or more"),
+        ({"quantize.widths": ["W4A4"]}, "try: quantize.widths and the penalties exclude"),
+    ],
+)
+def test_a_bad_change_is_refused_like_a_bad_recipe(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    recipe = load_recipe(save(tmp_path, GOOD))
+    with pytest.raises(RecipeError) as caught:
+        recipe.changed(change)
+    assert str(caught.value).startswith(message)

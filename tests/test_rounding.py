@@ -215,8 +215,8 @@ def test_the_constraint_of_every_stage(
     fuzz = 2e-6 * 2**bits  # what float32 leaves of a ratio's fraction
     inside = np.clip(ratio, grid.low, grid.high)
     assert np.abs(codes - inside).max() < 1 + fuzz
-    if grid.zero.any():
-        return  # the range was shifted to have zero on the grid, so its ends may be cut off
+    if np.abs(inside - ratio).max() > fuzz:
+        return  # an asymmetric range was shifted to have zero on the grid, and an end was cut off
     error = squant_module._by_channel(codes - ratio, axis, groups).astype(np.float64)
     many = fuzz * np.sqrt(error.shape[1] * error.shape[2])
     assert np.abs(error.sum((1, 2))).max() <= 0.5 + many
@@ -443,6 +443,15 @@ def test_clipping_follows_the_unit_of_its_input(kind: tuple[bool, bool]) -> None
         )
 
 
+@pytest.mark.parametrize("size", [1e-37, 1e-33, 1e-28, 1e30])
+def test_clipping_very_small_and_very_large_values(size: float) -> None:
+    x = (samples("heavy", 500, 0) * size).astype(np.float32)
+    for bits, kind in itertools.product((2, 8, 16), [(True, True), (True, False), (False, True)]):
+        low, high = mse_range(x, spec_of(bits, kind))
+        assert low <= 0 < high <= x.max() * 3
+        assert high > 0.01 * x.max()
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-45, 0.25, -3.0])
 def test_constants_are_covered(value: float) -> None:
     x = np.full((3, 4), value, np.float32)
@@ -450,6 +459,22 @@ def test_constants_are_covered(value: float) -> None:
         grid = make_grid(*mse_range(x, spec), spec)
         want = 0 if abs(value) < 1e-40 else value
         np.testing.assert_allclose(dequantize(quantize(x, *grid), *grid[:2]), np.full_like(x, want), rtol=1e-6)
+
+
+def test_rows_are_counted_in_even_bins() -> None:
+    x = np.random.default_rng(0).uniform(-1, 1, (3, 5000)) * [[1.0], [0.01], [300.0]]
+    unit = np.array([1.0, 0.02, 300.0])
+    want = [np.histogram(row, 2 * clip.BINS, (-u, u))[0] for row, u in zip(x, unit, strict=True)]
+    assert np.abs(clip._histogram(x, unit) - want).sum() <= 4  # values on an edge may fall on either side
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 200_000), (70_000, 1), (100, 3000), (3, 65_536), (3, 0)])
+def test_blocks_are_small_and_cover_all(shape: tuple[int, int]) -> None:
+    seen = np.zeros(shape, np.int64)
+    for down, across in rows.blocks(*shape):
+        assert 0 < seen[down, across].size <= rows.BLOCK
+        seen[down, across] += 1
+    assert (seen == 1).all()
 
 
 def test_a_range_from_a_histogram_stays_within_the_values() -> None:
@@ -587,6 +612,8 @@ def test_the_shift_has_the_type_of_the_error_and_is_added_up_in_double() -> None
     shift = bias_shift(error, np.array([1e8, 1e8 + 8], np.float32))
     assert shift.dtype == np.float32
     assert shift.tolist() == [-24.0]
+    taps = np.array([[[1e8, 1.0, -1e8]]], np.float32)
+    assert bias_shift(taps, np.ones(1, np.float32)).tolist() == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ import dataclasses
 import itertools
 import json
 import math
+import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import anybit
@@ -18,10 +22,13 @@ from anybit.data import Batches, Dataset, Split, load_dataset
 from anybit.errors import CheckpointError, NonFiniteError, SpecError
 from anybit.evaluate.accuracy import evaluate
 from anybit.models import build_model
+from anybit.spec import Bits
 from anybit.train.checkpoint import load_model, read_checkpoint
-from anybit.train.loop import fit, make_optimizer, steps_of, train
-from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
+from anybit.train.clock import Clock, time_running
+from anybit.train.loop import fit, make_optimizer, model_shape, steps_of, train, validate
+from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe, load_recipe
 from anybit.train.schedule import learning_rate
+from anybit.train.straight import DrawnWidth, fold, unfold
 
 TINY = Recipe(
     name="tiny",
@@ -128,6 +135,10 @@ def test_the_run_folder_says_everything(tmp_path: Path) -> None:
     assert about["machine"]["cores"] >= 1
     assert about["date"].endswith("+00:00")
     assert about["results"] == results
+    assert set(about["epoch_seconds"]) == {"wall", "processor"}
+    for seconds in about["epoch_seconds"].values():
+        assert len(seconds) == 2
+        assert all(0 < second < 60 for second in seconds)
 
     score = evaluate(model, Batches(digits().validation, 256))
     assert results == {"validation_accuracy": score.accuracy, "validation_loss": score.loss}
@@ -313,3 +324,252 @@ def test_the_rate_rises_to_its_peak_and_never_leaves_its_bounds(steps: int, warm
         np.testing.assert_allclose(  # a half cosine is odd around its middle
             [a + b for a, b in zip(rest[1:], rest[:0:-1], strict=True)], 0.4
         )
+
+
+def test_time_in_which_a_process_was_stopped_does_not_count() -> None:
+    assert time_running([5.0, 6.0, 8.0, 9.0]) == 4.0
+    assert time_running([0.0, 1.0, 2.0, 3.0, 3600.0]) == 13.0
+    assert time_running([0.0, 1.0, 12.0]) == 12.0  # of two steps the median is between them: nothing stands out
+    assert time_running([1.0, 1.5]) == 0.5
+
+
+def test_processor_time_does_not_run_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"perf_counter": 10.0, "process_time": 3.0}
+    for name in now:
+        monkeypatch.setattr(f"anybit.train.clock.time.{name}", lambda name=name: now[name])
+    clock = Clock()
+    for wall, processor in ((12.0, 4.0), (14.0, 4.5)):
+        now.update(perf_counter=wall, process_time=processor)
+        clock.tick()
+    assert clock.read() == (4.0, 1.5)
+
+
+# Straight-through training
+
+
+def straight(**changes: Any) -> Recipe:
+    plain = dataclasses.replace(TINY, penalty=PenaltyRecipe(), data=DataRecipe("digits", batch=64, augment=False))
+    return plain.changed({"optimizer.lr": 0.003, "quantize.widths": ["W3A3"], **changes})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A trained network to start from."""
+    folder = tmp_path_factory.mktemp("base")
+    data = load_dataset("digits")
+    model = ModelRecipe("small-conv", width=0.5)
+    recipe = Recipe("base", 4, model, DataRecipe("digits", augment=False), optimizer=OptimizerRecipe(lr=0.1))
+    train(recipe, data, folder)
+    return str(folder / "model.safetensors")
+
+
+def test_straight_through_training_pays_at_its_own_width(base: str, tmp_path: Path) -> None:
+    data = load_dataset("digits")
+    recipe = straight(**{"init": base, "epochs": 4, "model.width": 0.5})
+    before, _ = load_model(base)
+    plain = validate(before, recipe, data)["validation_accuracy_at_widths"]
+    model, results = train(recipe, data, tmp_path)
+    assert results["validation_accuracy_at_widths"] > plain + 0.1
+    again, about = load_model(tmp_path / "model.safetensors")  # an ordinary checkpoint of the same network
+    assert same(state_of(again), state_of(model))
+    assert validate(again, recipe, data) == results
+    assert about["recipe"]["quantize"] == {"widths": ["W3A3"], "per_channel": False}
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert {line["weight_norm"] for line in lines} == {line["activation_norm"] for line in lines} == {None}
+    assert not any(line["penalized"] for line in lines)
+
+
+def test_straight_through_training_keeps_the_ranges_of_batch_norm(base: str, tmp_path: Path) -> None:
+    data = digits()
+    before, _ = load_model(base)
+    model, _ = train(straight(**{"init": base, "model.width": 0.5}), data, tmp_path)
+    old, new = ([p.range for p in fold(m, data).points if p.kind != "weight"] for m in (before, model))
+    assert old == new
+    assert not same(state_of(before), state_of(model))
+
+
+def test_accuracy_at_widths_is_the_mean_over_them(base: str) -> None:
+    data = load_dataset("digits")
+    model, _ = load_model(base)
+    recipe = straight(**{"model.width": 0.5})
+    alone = [validate(model, recipe.changed({"quantize.widths": [w]}), data) for w in ("W2A2", "W8A8")]
+    both = validate(model, recipe.changed({"quantize.widths": ["W2A2", "W8A8"]}), data)
+    key = "validation_accuracy_at_widths"
+    assert alone[0][key] < alone[1][key]
+    assert both[key] == pytest.approx((alone[0][key] + alone[1][key]) / 2)
+    assert both["validation_accuracy"] == alone[0]["validation_accuracy"]
+    assert key not in validate(model, recipe.changed({"quantize.widths": []}), data)
+
+
+def test_straight_through_training_repeats_and_every_setting_matters(base: str) -> None:
+    def tuned(*, global_seed: int = 0, **changes: Any) -> dict[str, Tensor]:
+        model, _ = load_model(base)
+        torch.manual_seed(global_seed)
+        fit(model, straight(**{"model.width": 0.5, **changes}), digits())
+        return state_of(model)
+
+    several = {"quantize.widths": ["W3A3", "W8A8"]}
+    first = tuned(**several)
+    assert same(first, tuned(global_seed=2, **several))
+    others = [first, tuned(), tuned(**{"quantize.widths": ["W8A8"]}), tuned(**{"quantize.per_channel": True})]
+    for a, b in itertools.combinations(others, 2):
+        assert not torch.equal(a["classifier.weight"], b["classifier.weight"])
+
+
+def test_each_step_draws_one_of_the_widths() -> None:
+    model = build_model("small-conv", channels=1, classes=10, width=0.25).eval()
+    net = fold(model, digits())
+    pairs = (Bits(4, 4), Bits(8, 3), Bits())
+    seen: list[Bits] = []
+
+    def closure() -> Tensor:
+        seen.append(net.bits)
+        return net(digits().train.x[:2]).square().mean()
+
+    torch.manual_seed(0)
+    drawn = DrawnWidth(net, pairs)
+    for _ in range(40):
+        drawn.backward(closure)
+        assert net.bits == Bits()  # as before
+    assert set(seen) == set(pairs)
+    with pytest.raises(ZeroDivisionError):
+        drawn.backward(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert net.bits == Bits()
+
+
+@pytest.mark.parametrize("name", ["small-conv", "resnet18-cifar"])
+def test_what_was_folded_can_be_written_back(name: str) -> None:
+    torch.manual_seed(0)
+    channels, size = (1, 8) if name == "small-conv" else (3, 32)
+    model = build_model(name, channels=channels, classes=10, width=0.125)
+    x = torch.randn(8, channels, size, size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        model(x)  # statistics
+        norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+        norm.weight[0] = 0.0  # a channel that folding makes zero
+        norm.weight[1] = -0.3
+    model.eval()
+    split = Split(x, torch.zeros(8, dtype=torch.long))
+    data = Dataset("noise", split, split, split, tuple("0123456789"), (-3.0, 3.0))
+    net = fold(model, data)
+    with torch.no_grad():
+        before = model(x)
+        unfold(net, model)  # nothing to do: the function stays
+        torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-4)
+        for parameter in net.parameters():
+            parameter.add_(0.1 * parameter.abs().mean() * torch.randn_like(parameter))
+        moved = net(x)
+        assert not torch.allclose(model(x), moved, rtol=1e-2, atol=1e-2)
+        unfold(net, model)
+        torch.testing.assert_close(model(x), moved, rtol=1e-4, atol=1e-4)
+        again = fold(model, data)
+        for old, new in zip(net.points, again.points, strict=True):
+            assert (old.name, old.kind) == (new.name, new.kind)
+            if old.kind == "weight":
+                torch.testing.assert_close(new.master, old.master, rtol=1e-5, atol=1e-6)
+            else:
+                assert new.range == old.range
+
+
+def test_a_bias_in_front_of_batch_norm_is_written_back_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 10))
+    x = torch.randn(8, 1, 8, 8)
+    model(x)
+    model.eval()
+    split = Split(x, torch.zeros(8, dtype=torch.long))
+    data = Dataset("noise", split, split, split, tuple("0123456789"), (-3.0, 3.0))
+    net = fold(model, data)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        unfold(net, model)
+        torch.testing.assert_close(model(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+# The full-size recipes, two steps each on noise
+
+PAPER = sorted((Path(__file__).parents[1] / "recipes" / "paper").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_two_steps_of_a_full_size_recipe(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.model.width == 1.0
+    size, classes = (32, 10) if recipe.data.name == "cifar10" else (64, 1000)
+    split = Split(torch.randn(4, 3, size, size), torch.arange(4))
+    data = Dataset(recipe.data.name, split, split, split, tuple(map(str, range(classes))), (-3.0, 3.0))
+    short = recipe.changed({"epochs": 1, "data.batch": 2, "optimizer.warmup": 0})
+    if path.stem.endswith("-tune"):
+        short = short.changed({"penalty.weight": 1e-4, "penalty.activation": 1e-4, "penalty.kurtosis": 0.1})
+    torch.manual_seed(0)
+    model = build_model(**model_shape(short, data))
+    before = state_of(model)
+    lines: list[dict[str, Any]] = []
+    fit(model, short, data, log=lambda **values: lines.append(values))
+    assert len(lines) == 2
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    after = state_of(model)
+    weights = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    assert all(bool(torch.isfinite(after[name]).all()) for name in after)
+    assert not any(torch.equal(before[name], after[name]) for name in weights)
+
+
+def test_there_are_full_size_recipes() -> None:
+    networks = ("imagenet-resnet18", "resnet18", "vgg-like")
+    assert [path.stem for path in PAPER] == [f"{network}-{part}" for network in networks for part in ("base", "tune")]
+
+
+# Several processes
+
+TOGETHER = """
+import sys
+import torch
+from torch import nn
+from safetensors.torch import save_file
+from anybit.data import Batches
+from anybit.train.loop import fit, train
+from anybit.train.place import placed
+from test_train import TINY, digits, straight
+
+folder = sys.argv[1]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+recipe = TINY.changed({"data.augment": False, "data.batch": 46, "optimizer.momentum": 0.0})
+with placed() as place:
+    fit(model, recipe, digits(), place=place)
+    save_file(model.state_dict(), f"{folder}/linear-{place.rank}-of-{place.processes}.safetensors")
+    if place.processes > 1:
+        train(TINY.changed({"data.batch": 46}), digits(), f"{folder}/run")
+        for bad in (straight(), TINY.changed({"data.batch": 227})):
+            try:
+                train(bad, digits(), f"{folder}/bad")
+            except ValueError as error:
+                print("refused:", error)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_train_together_take_the_steps_of_one(tmp_path: Path) -> None:
+    script = tmp_path / "together.py"
+    script.write_text(TOGETHER)
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    alone = [sys.executable, str(script), str(tmp_path)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for command in (alone, [*torchrun, str(script), str(tmp_path)]):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    one, first, second = (load_file(tmp_path / f"linear-{rank}.safetensors") for rank in ("0-of-1", "0-of-2", "1-of-2"))
+    assert same(first, second)
+    for name, value in one.items():  # 46 examples are two times 23: the mean of two means is the mean of all
+        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["log.jsonl", "model.safetensors", "run.json"]
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 5
+    _, about = load_model(tmp_path / "run" / "model.safetensors")
+    assert 0 <= about["validation_accuracy"] <= 1
+    assert done.stdout.count("refused: straight-through training runs in one process") == 2
+    assert done.stdout.count("refused: data.batch = 227 leaves a last batch of 3 out of 230: 2 processes need two") == 2
+    assert not (tmp_path / "bad").exists()

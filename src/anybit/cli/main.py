@@ -8,7 +8,23 @@ from typing import Annotated
 import typer
 
 from anybit import __version__
-from anybit.cli import adopt, appendix, bench, data, demo, export, figure, report, run, save, sweep, train, watch
+from anybit.cli import (
+    adopt,
+    appendix,
+    bench,
+    data,
+    demo,
+    export,
+    figure,
+    report,
+    reproduce,
+    run,
+    save,
+    search,
+    sweep,
+    train,
+    watch,
+)
 from anybit.cli.show import errors
 from anybit.errors import AnybitError
 
@@ -51,6 +67,8 @@ app.command(name="run")(run.run)
 app.command(name="watch")(watch.watch)
 app.command(name="bench")(bench.bench)
 app.command(name="adopt")(adopt.adopt)
+app.command(name="reproduce")(reproduce.reproduce)
+app.command(name="search")(search.search)
 app.command(name="figure")(figure.figure)
 app.command(name="appendix")(appendix.appendix)
 

@@ -39,7 +39,7 @@ class CorrectedBias(nn.Module):
             return None
         key = (point.spec, point.master._version)
         if key not in self._shifts:
-            error = (point.quantized() - point.master.detach()).cpu().float().numpy()
+            error = (point.quantized() - point.master.detach()).float().cpu().numpy()
             shift = bias_shift(error, self.mean.numpy(), groups=self.groups, transposed=self.transposed)
             self._shifts[key] = torch.from_numpy(shift).to(self.master)
             while len(self._shifts) > KEPT:

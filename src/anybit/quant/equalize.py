@@ -187,7 +187,7 @@ def _follow(node: fx.Node, user: fx.Node, dim: int) -> tuple[int | None, int]:
     """Return where the channels of `node` are in `user`, or `None`, and how many entries each takes in a row."""
     target: Any = user.target
     if target is operator.getitem:  # pooling that also returns where the maximum was
-        return (dim if node.target in POOLING and user.args[1] == 0 else None), 1
+        return dim, 1
     before = node.meta["val"].shape
     if target in POOLING:
         return (dim if dim == 1 and len(before) == POOLING[target] + 2 else None), 1
@@ -226,8 +226,7 @@ def _reshaped(before: torch.Size, after: torch.Size) -> tuple[int | None, int]:
         return None, 1
     if before[1] == after[1]:
         return 1, 1
-    pixels = math.prod(before[2:])
-    return (1, pixels) if len(after) == 2 and after[1] == before[1] * pixels else (None, 1)
+    return (1, math.prod(before[2:])) if len(after) == 2 else (None, 1)
 
 
 def _channel_dimension(layer: fx.Node, tensor: fx.Node) -> int | None:
@@ -257,7 +256,7 @@ def _sizes(weight: Tensor) -> Tensor:
 
 
 def _alive(sizes: Tensor) -> Tensor:
-    return (sizes > UNSEEN * sizes.max()) & torch.isfinite(sizes)
+    return sizes > UNSEEN * sizes.max()
 
 
 def _total(name: str, weight: Tensor, pairs: list[Pair], factors: list[Tensor]) -> Tensor:

@@ -6,12 +6,10 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from anybit.errors import SpecError
@@ -129,15 +127,10 @@ class QuantizedNetwork(nn.Module):
             self._round()
 
     def _round(self) -> None:
-        """Put every weight on its grid now; rules that run in numpy take several layers at a time."""
-        points = [p for p in self._points if isinstance(p, WeightPoint) and p.kept() is None]
-        if all(p.rule.plain for p in points):
-            for point in points:
-                point.keep(point.rounded())
-        else:
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                for point, value in zip(points, pool.map(WeightPoint.rounded, points), strict=True):
-                    point.keep(value)
+        """Put every weight on its grid now, and correct the biases that go with them."""
+        for point in self._points:
+            if isinstance(point, WeightPoint):
+                point.quantized()
         for bias in self._biases:
             bias.shift()
 

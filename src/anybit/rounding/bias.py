@@ -52,7 +52,7 @@ def bias_shift(
             f"so as many means are expected; got the shape {input_mean.shape}"
         )
     taps = error.reshape(*error.shape[:2], -1).sum(2, dtype=np.float64)
-    means = input_mean.astype(np.float64).reshape(groups, -1)
+    means = input_mean.reshape(groups, -1)
     if not transposed:
         shift = np.einsum("goi,gi->go", taps.reshape(groups, -1, inputs // groups), means)
     else:

@@ -41,6 +41,8 @@ def mse_range(x: Array, spec: QuantSpec) -> tuple[Array, Array]:
     >>> [float(mse_range(x, QuantSpec(bits))[1].round(2)) for bits in (2, 8)]
     [1.03, 3.97]
     """
+    if spec.symmetric and not spec.signed:
+        x = np.maximum(x, x.dtype.type(0))  # without negative codes they become zero over every range
     low, high = min_max(x, spec.axis)
     grid = make_grid(low, high, spec)
     rows = as_rows(x, spec.axis)
@@ -48,9 +50,10 @@ def mse_range(x: Array, spec: QuantSpec) -> tuple[Array, Array]:
     for top in range(0, len(rows), HEIGHT):
         part = slice(top, top + HEIGHT)
         scale[part], zero[part] = _fit(rows[part], scale[part], zero[part], spec)
-    first, last = spec.levels
-    best = [per_row(((end - zero) * scale).astype(x.dtype), x, spec.axis) for end in (first, last)]
-    return best[0], best[1]
+    nothing = _nothing(np.maximum(high, -low), x.dtype)
+    whole = np.minimum(low, x.dtype.type(0)), np.maximum(high, x.dtype.type(0))
+    best = [per_row(((end - zero) * scale).astype(x.dtype), x, spec.axis) for end in spec.levels]
+    return np.where(nothing, whole[0], best[0]), np.where(nothing, whole[1], best[1])
 
 
 def mse_from_histogram(counts: Numbers, edges: Numbers, spec: QuantSpec) -> tuple[float, float]:
@@ -107,12 +110,18 @@ def _checked(counts: Numbers, edges: Numbers) -> tuple[Array, Array]:
 def _fit(rows: Array, scale: Array, zero: Array, spec: QuantSpec) -> tuple[Array, Array]:
     """Return the best scale and zero of each row, starting from those that cover it all."""
     unit = _whole(rows.min(1), rows.max(1), spec)
-    unit = np.where(unit < np.finfo(rows.dtype).tiny, 1.0, unit)  # a row of nothing fits any grid
+    unit = np.where(_nothing(unit, rows.dtype), 1.0, unit)
     new_scale, new_zero = _search(_histogram(rows, unit), spec)
     whole, scale = _measure(rows, scale, zero, spec)
     error, new_scale = _measure(rows, new_scale * unit, new_zero, spec)
     better = error < whole
     return np.where(better, new_scale, scale), np.where(better, new_zero, zero)
+
+
+def _nothing(size: Array, dtype: np.dtype[Any]) -> npt.NDArray[np.bool_]:
+    """Tell where values are so small that no part of their range makes a usable scale."""
+    found: npt.NDArray[np.bool_] = size < 2.0**32 * float(np.finfo(dtype).tiny)
+    return found
 
 
 def _whole(low: Array, high: Array, spec: QuantSpec) -> Array:
@@ -136,7 +145,7 @@ def _histogram(rows: Array, unit: Array) -> Array:
 
 
 def _measure(rows: Array, scale: Array, zero: Array, spec: QuantSpec) -> tuple[Array, Array]:
-    """Return each row's squared error after its scale is polished, and that scale.
+    """Return each row's squared error, and a scale at which it is no larger.
 
     With the codes k fixed, `sum (x - s k)²` is least at `s = sum xk / sum k²`, and rounding anew at that scale
     can only lower it further.
@@ -153,7 +162,7 @@ def _measure(rows: Array, scale: Array, zero: Array, spec: QuantSpec) -> tuple[A
         ratio -= codes
         squares[down] += np.einsum("ij,ij->i", ratio, ratio)
     factor = np.where(codes2 > 0, products / np.maximum(codes2, 1), 1.0)
-    return (squares - codes2 * (factor - 1) ** 2) * scale**2, factor * scale
+    return squares * scale**2, factor * scale
 
 
 def _search(counts: Array, spec: QuantSpec) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ just that sum. With errors in units of the scale (code minus exact ratio), three
 3. channel: the same for the kernels of an output channel, one element each, so that `|sum over a channel| <= 1/2`.
 
 An element only ever sits on one of the two codes next to its value, so `|error| < 1` to the end, and no kernel's
-sum leaves (-1, 1). A weight matrix has no kernels: its rows are treated as stage 2 treats a kernel.
+sum leaves (-1, 1). In a weight matrix every element is a kernel of its own.
 
 An element outside the grid (where a range was clipped) keeps the code at that end. What was cut off counts in the
 sums, and the others make up for it as far as they can: where they run out, the sum stays above 1/2.
@@ -52,9 +52,7 @@ def squant(x: Array, scale: Array, zero: Array, low: int, high: int, *, axis: in
         return x.copy()
     kernels = _by_channel(x, axis, groups)
     channels, inputs, taps = kernels.shape
-    if taps == 1:
-        inputs, taps = 1, inputs
-    codes = np.empty((channels, inputs, taps), x.dtype)
+    codes = np.empty(kernels.shape, x.dtype)
     scales, zeros = (_one_per_channel(v, x, axis, groups) for v in (scale, zero))
     step = max(1, BLOCK // (inputs * taps))
     for top in range(0, channels, step):
@@ -71,7 +69,7 @@ def _by_channel(x: Array, axis: int, groups: int) -> Array:
     if axis not in (0, 1) or axis >= x.ndim:
         raise SpecError(f"the output channels of a weight are its dimension 0 or 1; got {axis} of {x.ndim}")
     if axis == 0:
-        return np.ascontiguousarray(x).reshape(x.shape[0], x.shape[1] if x.ndim > 1 else 1, -1)
+        return x.reshape(x.shape[0], x.shape[1] if x.ndim > 1 else 1, -1)
     if x.shape[0] % groups:
         raise SpecError(f"{x.shape[0]} input channels cannot be split into {groups} groups")
     grouped = x.reshape(groups, x.shape[0] // groups, x.shape[1], -1).swapaxes(1, 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from anybit.data import Batches, Dataset
 from anybit.errors import NonFiniteError, SpecError
 from anybit.evaluate.accuracy import evaluate
+from anybit.evaluate.sweep import sweep
 from anybit.models import build_model
 from anybit.penalties.base import Penalty, Step
 from anybit.penalties.gradient import GradientPenalty
@@ -23,9 +26,12 @@ from anybit.penalties.orthogonal import OrthogonalPenalty
 from anybit.penalties.schedule import last_epochs
 from anybit.quant.capture import evaluating
 from anybit.train.checkpoint import load_weights, save_checkpoint
+from anybit.train.clock import Clock, EpochTime
+from anybit.train.place import OnDevice, Place, placed
 from anybit.train.recipe import OptimizerRecipe, PenaltyRecipe, Recipe
 from anybit.train.run import RunFolder
 from anybit.train.schedule import learning_rate
+from anybit.train.straight import DrawnWidth, fold, unfold
 
 Progress = Callable[[int], None]
 """Called with the number of steps done since the last call."""
@@ -87,23 +93,29 @@ def fit(
     *,
     log: Callable[..., None] | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Train `model` in place as the recipe says, on the training split only."""
+    place: Place | None = None,
+) -> list[EpochTime]:
+    """Train `model` in place as the recipe says, on the training split only; return what each epoch took."""
+    place = place or Place()
     generator = torch.Generator().manual_seed(recipe.seed)
     torch.manual_seed(recipe.seed)
     augment = data.augment if recipe.data.augment else None
     batches = Batches(data.train, recipe.data.batch, generator=generator, augment=augment)
-    optimizer = make_optimizer(recipe.optimizer, model)
-    penalized = make_penalty(recipe.penalty, model)
-    plain = GradientPenalty(model, norm=recipe.penalty.norm)
+    folded = fold(model, data, per_channel=recipe.quantize.per_channel) if recipe.quantize.widths else None
+    network = place.joined(folded or model)
+    optimizer = make_optimizer(recipe.optimizer, network)
+    penalized = DrawnWidth(folded, recipe.quantize.pairs) if folded else make_penalty(recipe.penalty, network)
+    plain = GradientPenalty(network, norm=recipe.penalty.norm)
     total = steps_of(recipe, data)
     warmup = recipe.optimizer.warmup * len(batches)
-    model.train()
+    times: list[EpochTime] = []
+    network.train()
     for epoch in range(recipe.epochs):
         on = epoch >= recipe.penalty.start
         penalty = penalized if on else plain
         last = max(0, recipe.epochs - recipe.penalty.start)
         penalized.factor = last_epochs(epoch, epochs=recipe.epochs, last=last, ramp=recipe.penalty.ramp)
+        clock = Clock()
         for index, (x, y) in enumerate(batches):
             number = epoch * len(batches) + index
             rate = learning_rate(
@@ -111,21 +123,26 @@ def fit(
             )
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            step = _train_step(model, x, y, optimizer, penalty)
+            step = _train_step(network, *place.share(x, y), optimizer, penalty)
+            clock.tick()
             if log is not None:
                 log(
                     step=number,
                     epoch=epoch,
                     lr=rate,
                     loss=step.loss,
-                    weight_norm=step.weight_norm,
+                    weight_norm=None if math.isnan(step.weight_norm) else step.weight_norm,
                     activation_norm=step.activation_norm,
                     **step.terms,
                     penalized=on and recipe.penalty.any,
                 )
             if progress is not None:
                 progress(1)
+        times.append(clock.read())
+    if folded is not None:
+        unfold(folded.cpu(), model)
     model.eval()
+    return times
 
 
 def _train_step(model: nn.Module, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, penalty: Penalty) -> Step:
@@ -150,12 +167,11 @@ def train(
     if recipe.init is not None:
         load_weights(recipe.init, model)
     _check_fit(model, recipe, data)
-    with RunFolder(folder, recipe) as run:
-        fit(model, recipe, data, log=run.log, progress=progress)
-        validation = evaluate(model, Batches(data.validation, 256))
-        if not math.isfinite(validation.loss):
-            raise NonFiniteError(f"after training the validation loss is {validation.loss}; lower the learning rate")
-        results = {"validation_accuracy": validation.accuracy, "validation_loss": validation.loss}
+    with placed() as place, contextlib.ExitStack() as stack:
+        _check_shares(recipe, data, place)
+        run = stack.enter_context(RunFolder(folder, recipe)) if place.leads else None
+        times = fit(model, recipe, data, log=run.log if run else None, progress=progress, place=place)
+        results = validate(model, recipe, data, place=place)
         about = {
             "model": shape,
             "data": recipe.data.name,
@@ -163,9 +179,26 @@ def train(
             "recipe": recipe.to_dict(),
             **results,
         }
-        save_checkpoint(run.checkpoint, model, about)
-        run.write_summary(results)
+        model.cpu()
+        if run is not None:
+            save_checkpoint(run.checkpoint, model, about)
+            seconds = {kind: [getattr(epoch, kind) for epoch in times] for kind in EpochTime._fields}
+            run.write_summary(results, epoch_seconds=seconds)
     return model, results
+
+
+def validate(model: nn.Module, recipe: Recipe, data: Dataset, *, place: Place | None = None) -> dict[str, Any]:
+    """Return accuracy and loss on the validation split, in floating point; of a recipe with widths also at those."""
+    batches = OnDevice(Batches(data.validation, 256), (place or Place()).device)
+    score = evaluate(model.to(batches.device), batches)
+    if not math.isfinite(score.loss):
+        raise NonFiniteError(f"after training the validation loss is {score.loss}; lower the learning rate")
+    results = {"validation_accuracy": score.accuracy, "validation_loss": score.loss}
+    if recipe.quantize.widths:
+        net = fold(model.cpu(), data, per_channel=recipe.quantize.per_channel).to(batches.device)
+        rows = sweep(net, batches, widths=recipe.quantize.pairs)
+        results["validation_accuracy_at_widths"] = statistics.fmean(row.accuracy for row in rows)
+    return results
 
 
 @torch.no_grad()
@@ -182,4 +215,18 @@ def _check_fit(model: nn.Module, recipe: Recipe, data: Dataset) -> None:
     if n % batch == 1 % batch and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
         raise SpecError(
             f"data.batch = {batch} leaves a batch of one example out of {n}: batch norm needs two; change it"
+        )
+
+
+def _check_shares(recipe: Recipe, data: Dataset, place: Place) -> None:
+    """Refuse what several processes cannot share."""
+    if place.processes == 1:
+        return
+    if recipe.quantize.widths:
+        raise SpecError("straight-through training runs in one process; start it without torchrun")
+    batch, n = recipe.data.batch, len(data.train)
+    if (last := n % batch or batch) < 2 * place.processes:
+        raise SpecError(
+            f"data.batch = {batch} leaves a last batch of {last} out of {n}: {place.processes} processes need two "
+            "examples each; change it"
         )

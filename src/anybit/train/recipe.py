@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from anybit.errors import RecipeError, SpecError
 from anybit.files import read_text
+from anybit.spec import Bits
 from anybit.train.strict import from_mapping
 
 
@@ -102,6 +104,24 @@ class PenaltyRecipe:
 
 
 @dataclass(frozen=True)
+class QuantizeRecipe:
+    """Straight-through training of the quantized network; without widths it is off."""
+
+    widths: tuple[str, ...] = ()
+    """Pairs such as "W4A4"; of several, each step draws one at random."""
+    per_channel: bool = False
+
+    def __post_init__(self) -> None:
+        for width in self.widths:
+            Bits.parse(width)
+
+    @property
+    def pairs(self) -> tuple[Bits, ...]:
+        """The widths as values."""
+        return tuple(Bits.parse(width) for width in self.widths)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One training run. The same recipe and seed give the same weights."""
 
@@ -114,6 +134,7 @@ class Recipe:
     """A checkpoint to start from, instead of random weights."""
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
     penalty: PenaltyRecipe = field(default_factory=PenaltyRecipe)
+    quantize: QuantizeRecipe = field(default_factory=QuantizeRecipe)
 
     def __post_init__(self) -> None:
         _positive(epochs=self.epochs)
@@ -122,10 +143,25 @@ class Recipe:
             raise SpecError(f"seed must be below 2**63, got {self.seed}")
         if not self.name or set(self.name) & set("/\\\0"):
             raise SpecError(f"name is used as a folder and must be a plain word, got {self.name!r}")
+        if self.quantize.widths and self.penalty.any:
+            raise SpecError("quantize.widths and the penalties exclude each other; drop one of the two tables")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        values["quantize"]["widths"] = list(self.quantize.widths)
+        return values
+
+    def changed(self, changes: Mapping[str, Any]) -> Recipe:
+        """Return the same recipe with other values, by their keys in TOML (`"optimizer.lr"`)."""
+        values = self.to_dict()
+        for key, value in changes.items():
+            *tables, last = key.split(".")
+            inner = values
+            for table in tables:
+                inner = inner.setdefault(table, {})
+            inner[last] = list(value) if isinstance(value, tuple) else value
+        return parse_recipe({key: value for key, value in values.items() if value is not None}, source=self.name)
 
 
 def parse_recipe(values: dict[str, Any], *, source: str = "recipe") -> Recipe:

@@ -34,9 +34,9 @@ class RunFolder:
         self.write_summary({})
         return self
 
-    def write_summary(self, results: dict[str, Any]) -> None:
+    def write_summary(self, results: dict[str, Any], **more: Any) -> None:
         """Write `run.json`: the recipe, the seed, where and when it ran, and what came out so far."""
-        values = {"recipe": self.recipe.to_dict(), "seed": self.recipe.seed, **origin(), "results": results}
+        values = {"recipe": self.recipe.to_dict(), "seed": self.recipe.seed, **origin(), "results": results, **more}
         write_json(self.path / "run.json", values)
 
     def log(self, **values: Any) -> None:

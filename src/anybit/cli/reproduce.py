@@ -1,0 +1,55 @@
+"""`anybit reproduce table1`: the paper's tables on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybit.cli.needs import needs_torch
+from anybit.cli.show import console
+from anybit.errors import SpecError
+
+
+def reproduce(
+    what: Annotated[str, typer.Argument(help="What to reproduce: table1 or table2.")],
+    scale: Annotated[str, typer.Option(help="laptop: small networks, for two cores. paper: full size.")] = "laptop",
+    network: Annotated[list[str] | None, typer.Option(help="Only this network; may be given more than once.")] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    row: Annotated[list[str] | None, typer.Option(help="Only this row; may be given more than once.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Only print what is there.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure all checkpoints again; train nothing twice.")] = False,
+    recipes: Annotated[Path, typer.Option(help="The folder of the recipes.")] = Path("recipes"),
+    runs: Annotated[Path, typer.Option(help="Where checkpoints go.")] = Path("runs"),
+    results: Annotated[Path, typer.Option(help="Where numbers and tables go.")] = Path("results"),
+) -> None:
+    """Train and measure what is missing of a table, and print it beside the paper's numbers.
+
+    Stop it at any time: the same command goes on where it was.
+
+    Example: anybit reproduce table1 --network vgg-like --seeds 0,1,2
+    """
+    with needs_torch("anybit reproduce"):
+        from anybit.analysis.table import find_table, run_table
+        from anybit.analysis.table_show import write_table
+    table = find_table(what, scale, recipes=recipes, runs=runs, results=results)
+    if not show:
+        run_table(
+            table,
+            networks=network or table.networks,
+            seeds=[_seed(word) for word in seeds.split(",")],
+            rows=[table.row(name) for name in row] if row else table.rows,
+            again=again,
+            say=lambda line: console.print(line, highlight=False, soft_wrap=True),
+        )
+    text, path = write_table(table)
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+    console.print(str(path), highlight=False, soft_wrap=True)
+
+
+def _seed(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError as error:
+        raise SpecError(f"seeds are whole numbers separated by commas; got {word!r}") from error

@@ -1,0 +1,84 @@
+"""`anybit search recipe.toml`: the strength of a penalty, or a learning rate, by short trials."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from anybit.cli.needs import needs_torch
+from anybit.cli.show import console
+from anybit.errors import DataError, RecipeError, SpecError
+
+
+def search(
+    recipe: Annotated[Path, typer.Argument(help="The recipe of the training to be done later in full.")],
+    vary: Annotated[
+        str, typer.Option(help="Keys of the recipe that all get the searched value, separated by commas.")
+    ] = "penalty.weight,penalty.activation",
+    values: Annotated[
+        str | None, typer.Option(help="Values to try, separated by commas. Default: proposed from some steps.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="Epochs of a trial.", min=1)] = 1,
+    share: Annotated[float, typer.Option(help="Part of the training data that a trial sees.")] = 1 / 3,
+    tolerance: Annotated[
+        float, typer.Option(help="Validation accuracy that a strength may cost, in points.", min=0.0)
+    ] = 0.5,
+    storage: Annotated[
+        str, typer.Option(help="Where trials are kept, as Optuna writes it.")
+    ] = "sqlite:///runs/search.db",
+    out: Annotated[Path | None, typer.Option(help="Write what was found to this JSON file too.")] = None,
+) -> None:
+    """Find the strongest penalty that costs no accuracy in floating point, or the best learning rate.
+
+    Nothing is quantized on the way, except for the learning rate of a recipe with a [quantize] table. A search that was
+    stopped goes on where it was; machines that share a storage share the trials.
+
+    Example: anybit search recipes/digits-l1.toml --share 1
+    """
+    with needs_torch("anybit search"):
+        from anybit.data import load_dataset
+        from anybit.files import write_json
+        from anybit.provenance import origin
+        from anybit.train.recipe import load_recipe
+        from anybit.train.search import Knob
+        from anybit.train.search import search as run
+    plan = load_recipe(recipe)
+    knob = Knob(tuple(_words(vary)), tuple(_number(word) for word in _words(values or "")))
+    try:
+        data = load_dataset(plan.data.name)
+        found = run(
+            plan,
+            data,
+            knob,
+            storage=storage,
+            epochs=epochs,
+            share=share,
+            tolerance=tolerance / 100,
+            on_trial=lambda value, accuracy: console.print(f"{value:g}: {100 * accuracy:.2f} %", highlight=False),
+        )
+    except (DataError, SpecError) as error:
+        raise RecipeError(f"{recipe}: {error}") from error
+    if found.tracked is not None:
+        console.print(f"tracked: loss {found.tracked.loss:.4g}, penalty {found.tracked.penalty:.4g}", highlight=False)
+    table = Table("value", "validation accuracy in %")
+    for value, accuracy in sorted(found.accuracies.items()):
+        table.add_row(f"{value:g}" + (" <" if value == found.chosen else ""), f"{100 * accuracy:.2f}")
+    console.print(table)
+    edge = "; it is at the end of what was tried" if found.at_edge else ""
+    console.print(f"chosen: {' = '.join(found.keys)} = {found.chosen:g}{edge}", highlight=False, soft_wrap=True)
+    if out is not None:
+        write_json(out, {**found.to_dict(), "recipe": plan.to_dict(), "origin": origin()})
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError as error:
+        raise SpecError(f"values to try are numbers separated by commas; got {word!r}") from error

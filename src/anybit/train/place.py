@@ -1,0 +1,85 @@
+"""Where training runs: on a graphics card if there is one, in one process or in those that torchrun started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+Loader = Iterable[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device of this process, and which one it is of how many that train together."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0
+    processes: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes files."""
+        return self.rank == 0
+
+    def share(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this process's part of a batch, on its device.
+
+        >>> a, b = Place(rank=1, processes=3).share(torch.arange(8), torch.arange(8))
+        >>> a.tolist()
+        [1, 4, 7]
+        """
+        part = slice(self.rank, None, self.processes)
+        return x[part].to(self.device), y[part].to(self.device)
+
+    def joined(self, model: nn.Module) -> nn.Module:
+        """Return the model on this device, its gradients averaged over all processes."""
+        model = model.to(self.device)
+        return DistributedDataParallel(model) if self.processes > 1 else model
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A loader whose batches are moved to a device, as often as it is gone through."""
+
+    loader: Loader
+    device: torch.device
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in self.loader:
+            yield x.to(self.device), y.to(self.device)
+
+
+def here() -> Place:
+    """Return the place of a process of its own."""
+    card = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return Place(card if torch.cuda.is_available() else torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def placed() -> Iterator[Place]:
+    """Say where this process runs; if torchrun started several, they are connected inside the block.
+
+    Processes that are connected already stay so afterwards.
+    """
+    place = here()
+    if dist.is_initialized():
+        yield Place(place.device, dist.get_rank(), dist.get_world_size())
+        return
+    if not dist.is_torchelastic_launched():
+        yield place
+        return
+    on_card = place.device.type == "cuda"
+    if on_card:
+        torch.cuda.set_device(place.device)
+    dist.init_process_group("nccl" if on_card else "gloo")
+    try:
+        yield Place(place.device, dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

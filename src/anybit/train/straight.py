@@ -1,0 +1,97 @@
+"""Straight-through training: quantized forward, and backward as if nothing had been rounded.
+
+Batch norm is folded first and stays folded, as it will be when the network is used: what is trained are the weights and
+biases of the folded layers, and the ranges of the activations stay those that batch norm gave at the start. The weight
+grid follows the weights (it always spans their largest absolute value) instead of staying where it was at the start:
+that is the grid which quantizing the trained weights will choose, so the network is trained on the very numbers that it
+is evaluated on, and no weight is ever clipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from anybit.data import Dataset
+from anybit.errors import FoldError
+from anybit.penalties.base import Closure, Perturbation
+from anybit.quant.network import QuantizedNetwork
+from anybit.quant.ops import WEIGHTED, attribute, output_axis
+from anybit.quant.points import WeightPoint
+from anybit.quant.prepare import prepare
+from anybit.spec import Bits
+
+SMALLEST = 1e-8
+"""What stands in for a batch norm's scale of zero, through which no weight could be written back."""
+
+
+def fold(model: nn.Module, data: Dataset, *, per_channel: bool = False) -> QuantizedNetwork:
+    """Return the folded network with a width switch, ranges from batch norm."""
+    return prepare(model, data.train.x[:2], input_range=data.input_range, per_channel=per_channel)
+
+
+class DrawnWidth(Perturbation):
+    """Runs each step at a pair of widths drawn at random; gradients go straight through the rounding."""
+
+    name = "straight-through"
+
+    def __init__(self, network: QuantizedNetwork, pairs: Sequence[Bits]) -> None:
+        self.network, self.pairs = network, tuple(pairs)
+
+    @contextlib.contextmanager
+    def around(self, closure: Closure) -> Iterator[Closure]:
+        """Quantize for one step, forward and backward."""
+        bits = self.pairs[int(torch.randint(len(self.pairs), ()))]
+        with self.network.at(weights=bits.weights, activations=bits.activations):
+            yield closure
+
+
+@torch.no_grad()
+def unfold(network: QuantizedNetwork, model: nn.Module) -> None:
+    """Write the weights of a folded network into the model it came from, so that folding the model gives them again.
+
+    A layer with batch norm behind it takes `W = W' σ/γ`, and the batch norm the mean `μ = b + (β - b') σ/γ`. Scale and
+    shift of the batch norm stay, and with them the ranges of the activations.
+    """
+    for node in network.body.graph.nodes:
+        if node.target not in WEIGHTED:
+            continue
+        point = _weight_point(network.body, node)
+        layer = model.get_submodule(point.name.rpartition(".")[0])
+        bias = attribute(network.body, node.args[2]) if len(node.args) > 2 and node.args[2] is not None else None
+        after = node.meta.get("anybit_after")
+        if after is None:
+            _copy(layer, point.master, bias)
+        else:
+            assert bias is not None  # folding always makes one
+            _copy_through(layer, model.get_submodule(after), point.master, bias, output_axis(node))
+
+
+def _weight_point(body: fx.GraphModule, node: fx.Node) -> WeightPoint:
+    source = node.args[1]
+    inner = isinstance(source, fx.Node) and source.op == "call_module"
+    point = body.get_submodule(str(source.target)) if inner else None  # type: ignore[union-attr]
+    if not isinstance(point, WeightPoint):
+        raise FoldError(f"{node.name}: its weight is computed, not stored; straight-through training cannot change it")
+    return point
+
+
+def _copy(layer: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
+    layer.get_parameter("weight").copy_(weight)
+    if bias is not None:
+        layer.get_parameter("bias").copy_(bias)
+
+
+def _copy_through(layer: nn.Module, norm: nn.Module, weight: Tensor, bias: Tensor, axis: int) -> None:
+    gamma = norm.get_parameter("weight")
+    gamma.copy_(torch.where(gamma.abs() < SMALLEST, torch.full_like(gamma, SMALLEST), gamma))
+    variance, mean = norm.get_buffer("running_var"), norm.get_buffer("running_mean")
+    factor = gamma / torch.sqrt(variance + float(norm.eps))  # type: ignore[arg-type]
+    shape = [1] * weight.dim()
+    shape[axis] = -1
+    layer.get_parameter("weight").copy_(weight / factor.view(shape))
+    own = layer.bias if isinstance(layer.bias, Tensor) else torch.zeros_like(mean)
+    mean.copy_(own + (norm.get_parameter("bias") - bias) / factor)
