@@ -141,7 +141,7 @@ def test_the_widths_are_restored_also_when_something_raises() -> None:
     with pytest.raises(RuntimeError, match="enough"):
         anybit.sweep(net, data, widths=WIDTHS, on_row=stop)
     assert net.bits == Bits(5, 6)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(SpecError, match="argument 1 must have the shape"):
         anybit.sweep(net, [(torch.zeros(2, 3, 8, 8), torch.zeros(2).long())], widths=WIDTHS)
     assert net.bits == Bits(5, 6)
 
