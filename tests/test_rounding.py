@@ -84,6 +84,16 @@ def test_the_same_bits_on_many_values() -> None:
         assert same_bits(ours, uniform.quantize(t, *uniform.make_grid(*uniform.min_max(t, axis), spec)))
 
 
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_zero_falls_on_the_same_code_for_many_ranges(bits: int) -> None:
+    rng = np.random.default_rng(bits)
+    low, high = -rng.random(50_000, np.float32), rng.random(50_000, np.float32)
+    spec = QuantSpec(bits, symmetric=False, axis=0)
+    grid, grid_ = make_grid(low, high, spec), uniform.make_grid(torch.from_numpy(low), torch.from_numpy(high), spec)
+    assert same_bits(grid.scale, grid_.scale)
+    assert same_bits(grid.zero, grid_.zero)
+
+
 @pytest.mark.parametrize(
     ("low", "high", "bits", "message"),
     [
@@ -159,6 +169,7 @@ WEIGHTS = {
     "few inputs": ((6, 3), 0, 1),
     "conv1d": ((4, 6, 3), 0, 1),
     "conv2d": ((4, 7, 3, 3), 0, 1),
+    "two inputs": ((9, 2, 3, 3), 0, 1),
     "many inputs": ((2, 70, 2, 2), 0, 1),
     "large kernels": ((3, 4, 7, 7), 0, 1),
     "conv3d": ((3, 4, 2, 2, 2), 0, 1),
@@ -405,6 +416,29 @@ def test_values_that_are_on_a_grid_keep_it() -> None:
         low, high = mse_range(x, spec)
         assert squared_error(x, low, high, spec)[0] <= squared_error(x, *min_max(x), spec)[0] + 1e-20
     np.testing.assert_allclose(mse_range(x, QuantSpec(4)), [-7 / 8, 7 / 8], rtol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [8, 10, 11])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_bell_of_codes_with_a_far_end_is_not_clipped(bits: int, symmetric: bool) -> None:
+    """The histogram says that clipping pays; the values themselves, all on the grid, say that it does not."""
+    last = 2 ** (bits - 1) - 1
+    codes = np.rint(np.random.default_rng(bits).standard_normal(200_000) * last / 8)
+    x = np.concatenate([np.clip(codes, -last, last), [-last, last if symmetric else last + 1]])
+    spec = QuantSpec(bits, symmetric)
+    assert squared_error(x, *mse_range(x, spec), spec)[0] < 1e-12
+
+
+def test_of_nearly_equal_errors_the_first_wins() -> None:
+    assert clip._first_best(np.array([[2.0, 1 + 1e-12, 1.0], [1.0, 2.0, 0.5]])).tolist() == [1, 2]
+
+
+def test_negative_values_have_no_say_where_there_are_no_negative_codes() -> None:
+    edges = np.arange(-4.0, 5.0)
+    counts = np.array([0, 0, 0, 0, 70, 20, 9, 1])
+    want = mse_from_histogram(counts, edges, QuantSpec(3, signed=False))
+    counts[:4] = [1000, 10, 500, 9000]
+    assert mse_from_histogram(counts, edges, QuantSpec(3, signed=False)) == want
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
