@@ -9,7 +9,14 @@ from torch import Tensor, fx, nn
 
 aten = torch.ops.aten
 
-FORWARD_CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
+FORWARD_CONVOLUTIONS = {
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv1d.padding,
+    aten.conv2d.padding,
+    aten.conv3d.padding,
+}
 TRANSPOSED_CONVOLUTIONS = {
     aten.conv_transpose1d.default,
     aten.conv_transpose2d.input,
