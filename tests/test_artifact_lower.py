@@ -21,9 +21,10 @@ from anybit.artifact.master import open_master
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
 from anybit.errors import NetworkError
-from anybit.quant.lower import WholeBias, lower, round_biases, save
+from anybit.quant.lower import lower, save
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.points import ActivationPoint, WeightPoint
+from anybit.quant.whole_bias import WholeBias, round_biases
 
 FOLDER = Path(tempfile.mkdtemp(prefix="anybit-masters-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)

@@ -135,9 +135,10 @@ class Gaussian(nn.Module):
         nn.Conv2d(6, 6, 3, groups=6),
         nn.Conv2d(6, 4, 1, groups=2),
         nn.ConvTranspose2d(6, 4, 1, groups=2),
+        nn.ConvTranspose2d(6, 4, 2, stride=2),
         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)),
     ],
-    ids=["convolution", "no-bias", "depthwise", "grouped", "transposed", "linear"],
+    ids=["convolution", "no-bias", "depthwise", "grouped", "transposed", "strided", "linear"],
 )
 def test_bias_correction_takes_back_the_shift_of_the_mean(layer: nn.Module) -> None:
     torch.manual_seed(0)

@@ -260,7 +260,11 @@ def test_penalties_and_the_grid_need_only_torch_spec_and_errors(name: str) -> No
     assert {other for other in found if not inside(other, *allowed)} == set()
 
 
-LIGHT = [name for name in MODULES if inside(name, "anybit.artifact", "anybit.report", "anybit.spec", "anybit.errors")]
+LIGHT = [
+    name
+    for name in MODULES
+    if inside(name, "anybit.artifact", "anybit.report", "anybit.rounding", "anybit.spec", "anybit.errors")
+]
 
 
 @pytest.mark.parametrize("name", LIGHT)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.penalties.pieces import PIECE, add_signs_, extrapolate_, l1_norm, multiply_, pieces, signs
+from anybit.penalties.pieces import PIECE, extrapolate_, gated, l1_norm, pieces, signs, signs_and_l1
 
-BIG = (4, 8, 64, 65)  # more than four pieces, and not a whole number of them
+BIG = (4, 32, 64, 65)  # more than four pieces, and not a whole number of them
 
 
 def layouts() -> dict[str, Tensor]:
@@ -36,16 +36,17 @@ def test_every_layout_gives_the_plain_result(name: str) -> None:
     assert found.dtype == torch.int8
     assert torch.equal(found, torch.sign(x).to(torch.int8))
     torch.testing.assert_close(l1_norm(x), x.abs().sum(), rtol=1e-5, atol=1e-5)
+    both = signs_and_l1(x)
+    assert torch.equal(both[0], found)
+    torch.testing.assert_close(both[1], l1_norm(x))
     if name == "expanded":
         return  # nothing may be written into it
     gate = (x > 0).to(torch.uint8)
     for mixed in (found, found.contiguous()):
         y = x.clone()
-        add_signs_(y, mixed, 0.25)
-        torch.testing.assert_close(y, x + 0.25 * torch.sign(x))
-    y = x.clone()
-    multiply_(y, gate)
-    assert torch.equal(y, torch.relu(x))
+        assert gated(y, gate, mixed, 0.25, out=y) is y
+        torch.testing.assert_close(y, torch.relu(x) + 0.25 * torch.sign(x))
+    assert torch.equal(gated(x, gate, None, 0.0, out=torch.empty_like(x)), torch.relu(x))
     old = torch.randn(x.shape, dtype=x.dtype)
     y = x.clone()
     extrapolate_(y, old, 0.5)
@@ -62,10 +63,11 @@ def test_pieces_cover_every_entry_once_in_place() -> None:
 
 
 def test_a_view_into_a_larger_tensor_leaves_the_rest_alone() -> None:
-    whole = torch.ones(6, 8, 64, 65)
-    add_signs_(whole[1:5], torch.ones(BIG, dtype=torch.int8), 1.0)
+    whole = torch.ones(6, 32, 64, 65)
+    part, ones = whole[1:5], torch.ones(BIG, dtype=torch.int8)
+    gated(part, ones, ones, 1.0, out=part)
     assert torch.equal(whole[1:5], torch.full(BIG, 2.0))
-    assert torch.equal(whole[::5], torch.ones(2, 8, 64, 65))
+    assert torch.equal(whole[::5], torch.ones(2, 32, 64, 65))
 
 
 def test_not_a_number_stays_visible_in_the_norm() -> None:

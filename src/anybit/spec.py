@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from anybit.errors import SpecError
@@ -69,6 +71,36 @@ class Bits:
         if self.weights == self.activations == FLOAT:
             return "FP"
         return f"W{self.weights}A{self.activations}"
+
+
+LayerWidths = Mapping[str, Bits | tuple[int, int]]
+"""Widths of some layers, by name or pattern, as (weights, activations)."""
+
+
+def layer_bits(layers: LayerWidths | None) -> dict[str, Bits]:
+    """Return the widths by pattern, checked.
+
+    >>> layer_bits({"layer4.*": (8, 8)})
+    {'layer4.*': Bits(weights=8, activations=8)}
+    >>> layer_bits({"layer4.*": 8})
+    Traceback (most recent call last):
+    anybit.errors.SpecError: the widths of 'layer4.*' are a pair (weights, activations) such as (8, 8); got 8
+    """
+    found = {}
+    for pattern, pair in (layers or {}).items():
+        if not isinstance(pair, Bits | tuple | list) or (not isinstance(pair, Bits) and len(pair) != 2):
+            raise SpecError(f"the widths of {pattern!r} are a pair (weights, activations) such as (8, 8); got {pair!r}")
+        found[pattern] = pair if isinstance(pair, Bits) else Bits(*pair)
+    return found
+
+
+def names_point(pattern: str, name: str, *, weight: bool) -> bool:
+    """Tell whether a pattern names a point, or the layer that a weight belongs to.
+
+    >>> names_point("conv1", "conv1.weight", weight=True), names_point("conv1", "conv1.relu", weight=False)
+    (True, False)
+    """
+    return fnmatchcase(name, pattern) or (weight and fnmatchcase(name.rpartition(".")[0], pattern))
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,11 @@ from typing import Any
 
 from onnx import StringStringEntryProto
 
-from anybit.artifact.format import LayerWidths
 from anybit.artifact.master import open_master
 from anybit.artifact.requantize import requantize
 from anybit.artifact.runtime import EXACT
 from anybit.files import replacing
-from anybit.spec import Bits
+from anybit.spec import Bits, LayerWidths
 
 NOTE = "anybit.export"
 """The metadata entry of an exported file: what it is, and what a runtime must set to run it."""

@@ -17,11 +17,20 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 from anybit.errors import FileError, SpecError
-from anybit.spec import FLOAT, NARROWEST, Bits, QuantSpec, Range, check_width
+from anybit.spec import (
+    FLOAT,
+    NARROWEST,
+    Bits,
+    LayerWidths,
+    QuantSpec,
+    Range,
+    check_width,
+    layer_bits,
+    names_point,
+)
 
 VERSION = 1
 KEY, DIGEST = "anybit", "anybit.digest"
@@ -30,8 +39,6 @@ KINDS = ("activation", "input", "accumulator")
 
 Widths = Mapping[str, int]
 """The width of every point, by its name."""
-LayerWidths = Mapping[str, Bits | tuple[int, int]]
-"""Widths of some layers, by name or pattern, as (weights, activations)."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,7 @@ class Header:
         >>> header.widths(Bits(4, 4), {"a": (8, 8)})
         {'a.weight': 8, 'x': 32}
         """
-        chosen = {pattern: _pair(pattern, pair) for pattern, pair in (layers or {}).items()}
+        chosen = layer_bits(layers)
         for pattern in chosen:
             if not any(_matches(point, pattern) for point in self.points):
                 some = ", ".join(point.name for point in self.points[:5])
@@ -149,16 +156,7 @@ class Header:
 
 
 def _matches(point: Weight | Activation, pattern: str) -> bool:
-    owner = point.name.rpartition(".")[0] if isinstance(point, Weight) else point.name
-    return fnmatchcase(point.name, pattern) or fnmatchcase(owner, pattern)
-
-
-def _pair(pattern: str, pair: Bits | tuple[int, int]) -> Bits:
-    if isinstance(pair, Bits):
-        return pair
-    if not (isinstance(pair, tuple | list) and len(pair) == 2):
-        raise SpecError(f"the widths of {pattern!r} are a pair (weights, activations) such as (8, 8); got {pair!r}")
-    return Bits(*pair)
+    return names_point(pattern, point.name, weight=isinstance(point, Weight))
 
 
 def _once(what: str, names: list[str]) -> None:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from anybit.artifact.format import LayerWidths, Widths
+from anybit.artifact.format import Widths
 from anybit.artifact.master import Master, open_master
 from anybit.artifact.requantize import requantize
 from anybit.artifact.runtime import compile_model
 from anybit.errors import DataError, SpecError
-from anybit.spec import Bits
+from anybit.spec import Bits, LayerWidths
 
 Array = npt.NDArray[Any]
 Inputs = npt.ArrayLike | Mapping[str, npt.ArrayLike]

@@ -35,8 +35,9 @@ def save(
     with needs_torch("anybit save"):
         from anybit.artifact.master import write_master
         from anybit.data import load_dataset
-        from anybit.quant.lower import round_biases, translate
+        from anybit.quant.lower import translate
         from anybit.quant.prepare import prepare
+        from anybit.quant.whole_bias import round_biases
         from anybit.train.checkpoint import load_model
     path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
     model, known = load_model(path)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.penalties.pieces import multiply_, signs
+from anybit.penalties.pieces import gated, signs
 from anybit.penalties.taps import Function, spellings
 
 
@@ -68,28 +68,26 @@ class Rectified(Kink):
         """Let the same entries through."""
         return self.gate(args[0], memo, inplace=False)
 
-    def gate(self, x: Tensor, memo: Tensor, *, inplace: bool) -> Tensor:
-        """Let the recorded entries of `x` through, in `x` itself if wanted."""
-        out: Tensor = _Gate.apply(x, memo, inplace)  # type: ignore[no-untyped-call]
+    def gate(self, x: Tensor, memo: Tensor, *, inplace: bool, shift: Tensor | None = None, by: float = 0.0) -> Tensor:
+        """Let the recorded entries of `x` through and add `by` times `shift`, in `x` itself if wanted."""
+        out: Tensor = _Gate.apply(x, memo, inplace, shift, by)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Gate(torch.autograd.Function):
-    """Multiply by zeros and ones that are kept as bytes."""
+    """Multiply by zeros and ones that are kept as bytes, and add a constant that is kept as bytes too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, inplace: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, inplace: bool, shift: Tensor | None, by: float) -> Tensor:
         ctx.save_for_backward(gate)
-        if not inplace:
-            return gate.to(x.dtype).mul_(x)
-        ctx.mark_dirty(x)
-        multiply_(x, gate)
-        return x
+        if inplace:
+            ctx.mark_dirty(x)
+        return gated(x, gate, shift, by, out=x if inplace else torch.empty_like(x))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gate,) = ctx.saved_tensors
-        return gate.to(grads[0].dtype).mul_(grads[0]), None, None
+        return gate.to(grads[0].dtype).mul_(grads[0]), None, None, None, None
 
 
 class Leaky(Masked):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from anybit.errors import PenaltyError
 from anybit.penalties.checkpointing import CallOrder
 from anybit.penalties.kinks import KINKS, Kink, Rectified
-from anybit.penalties.pieces import add_signs_, l1_norm, signs
+from anybit.penalties.pieces import l1_norm, signs, signs_and_l1
 from anybit.penalties.taps import Function, is_activation, with_graph
 
 Norm = Literal["l1", "l2"]
@@ -84,7 +85,7 @@ class Activation:
         self.norm: Tensor | None = None
 
 
-class Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode, ABC):
     """Sees every watched call of a closure in order, and knows a recomputed one from a new one.
 
     `short` is a format with too few digits for a finite difference, if the closure computes in one.
@@ -111,9 +112,9 @@ class Watch(TorchFunctionMode):
             self.short = out.dtype
         return out
 
+    @abstractmethod
     def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that matters."""
-        raise NotImplementedError
 
 
 class FirstPass(Watch):
@@ -146,6 +147,9 @@ class FirstPass(Watch):
 
     def _catch(self, out: Tensor, activation: Activation) -> None:
         def hook(grad: Tensor) -> None:
+            if self.directions and self.norm == "l1":
+                activation.direction, activation.norm = signs_and_l1(grad)
+                return
             activation.norm = norm_of(grad, self.norm)
             if self.directions:
                 activation.direction = direction(grad, self.norm)
@@ -164,14 +168,15 @@ class SecondPass(Watch):
         """Run the function on its recorded pieces, then shift its output."""
         call = self._next(func)
         kink = KINKS.get(func)
+        shift, factor = self._shift_of(call)
+        if call.memo is not None and isinstance(kink, Rectified):  # the common case: in one go, without a copy
+            together = shift is not None and shift.dtype == torch.int8
+            out = kink.gate(args[0], call.memo, inplace=call.inplace, shift=shift if together else None, by=factor)
+            return out if together or shift is None else out.add_(shift, alpha=factor)
         if call.inplace:
             x = args[0]
-            if call.memo is not None and isinstance(kink, Rectified):  # the common case needs no copy
-                return self._shift(kink.gate(x, call.memo, inplace=True), call, fresh=True)
-            out = self._shift(self._run(func, kink, call, (x.clone(), *args[1:]), kwargs), call, fresh=False)
-            return x.copy_(out)
-        out = self._run(func, kink, call, args, kwargs)
-        return self._shift(out, call, fresh=call.memo is not None and isinstance(kink, Rectified))
+            return x.copy_(_moved(self._run(func, kink, call, (x.clone(), *args[1:]), kwargs), shift, factor))
+        return _moved(self._run(func, kink, call, args, kwargs), shift, factor)
 
     def _next(self, func: Function) -> Call:
         index = self.order.position()
@@ -187,19 +192,17 @@ class SecondPass(Watch):
             return func(*args, **kwargs)
         return kink.replay(call.memo, args, kwargs)
 
-    def _shift(self, out: Any, call: Call, *, fresh: bool) -> Any:
-        """Add the shift; in place where nobody else holds the output yet."""
+    def _shift_of(self, call: Call) -> tuple[Tensor | None, float]:
+        """Return the direction to move the call's output in, and how far."""
         activation = call.activation
-        if activation is None or activation.direction is None:
-            return out
-        factor = self.factors.get(activation, 0.0)
-        if not factor:
-            return out
+        factor = self.factors.get(activation, 0.0) if activation is not None else 0.0
+        if activation is None or not factor:
+            return None, 0.0
         shift = activation.direction
         if not self.order.in_region():
             activation.direction = None  # one byte less per entry while the graph grows
-        if not fresh or shift.dtype != torch.int8:
-            return out.add_(shift, alpha=factor) if fresh else torch.add(out, shift, alpha=factor)
-        with torch.no_grad():  # a constant is added: the graph stays as it is
-            add_signs_(out, shift, factor)
-        return out
+        return shift, factor
+
+
+def _moved(out: Any, shift: Tensor | None, factor: float) -> Any:
+    return out if shift is None else torch.add(out, shift, alpha=factor)

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-PIECE = 2**15
-"""Elements to a piece: their intermediate results fit into a core's own cache."""
+PIECE = 2**17
+"""Elements to a piece: its intermediate results stay in the cache, and PyTorch still gives every thread its share."""
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield matching flat pieces of tensors of one shape, in the order of memory, or all at once where that is as good.
 
     >>> [tuple(len(p) for p in pair) for pair in pieces(torch.zeros(PIECE * 4 + 1), torch.ones(PIECE * 4 + 1))]
-    [(32768, 32768), (32768, 32768), (32768, 32768), (32768, 32768), (1, 1)]
+    [(131072, 131072), (131072, 131072), (131072, 131072), (131072, 131072), (1, 1)]
     """
     first = tensors[0]
     same = all(t.stride() == first.stride() and t.device.type == "cpu" for t in tensors)
@@ -64,28 +64,33 @@ def l1_norm(x: Tensor) -> Tensor:
     return torch.stack([part.abs().sum() for (part,) in pieces(x)]).sum()
 
 
-def add_signs_(x: Tensor, sign: Tensor, factor: float) -> None:
-    """Add `factor` times bytes to `x`, in place.
+def signs_and_l1(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both, going through the tensor once.
 
-    >>> x = torch.tensor([1.0, 1.0])
-    >>> add_signs_(x, torch.tensor([1, -1], dtype=torch.int8), 0.5)
-    >>> x
-    tensor([1.5000, 0.5000])
+    >>> signs_and_l1(torch.tensor([-3.0, 0.0, 0.5]))
+    (tensor([-1,  0,  1], dtype=torch.int8), tensor(3.5000))
     """
-    for part, by in pieces(x, sign):
-        part.add_(by.to(x.dtype), alpha=factor)
+    out = torch.empty_like(x, dtype=torch.int8)
+    sums = []
+    for part, to in pieces(x, out):
+        to.copy_(torch.sign(part))
+        sums.append(part.abs().sum())
+    return out, torch.stack(sums).sum()
 
 
-def multiply_(x: Tensor, gate: Tensor) -> None:
-    """Multiply `x` by bytes, in place.
+def gated(x: Tensor, gate: Tensor, shift: Tensor | None, by: float, out: Tensor) -> Tensor:
+    """Write `x · gate + by · shift` to `out`, which may be `x`; gate and shift are bytes.
 
-    >>> x = torch.tensor([2.0, 3.0])
-    >>> multiply_(x, torch.tensor([1, 0], dtype=torch.uint8))
-    >>> x
-    tensor([2., 0.])
+    >>> x, gate, shift = torch.tensor([2.0, 3.0]), torch.tensor([1, 0]).byte(), torch.tensor([1, -1]).char()
+    >>> gated(x, gate, shift, 0.5, out=x)
+    tensor([ 2.5000, -0.5000])
     """
-    for part, by in pieces(x, gate):
-        part.mul_(by.to(x.dtype))
+    rest = () if shift is None else (shift,)
+    for to, part, through, *more in pieces(out, x, gate, *rest):
+        torch.mul(part, through.to(x.dtype), out=to)
+        for sign in more:
+            to.add_(sign.to(x.dtype), alpha=by)
+    return out
 
 
 def extrapolate_(new: Tensor, old: Tensor, h: float) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import fx, nn
@@ -17,10 +16,7 @@ from anybit.quant.allocate import Allocation, allocate
 from anybit.quant.bias import CorrectedBias
 from anybit.quant.points import ActivationPoint, Point, WeightPoint
 from anybit.quant.signature import Signature
-from anybit.spec import FLOAT, Bits, Range
-
-LayerWidths = Mapping[str, Bits | tuple[int, int]]
-"""Widths of some layers, by name or pattern, as (weights, activations)."""
+from anybit.spec import FLOAT, Bits, LayerWidths, Range, layer_bits, names_point
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ class QuantizedNetwork(nn.Module):
         Outside of training mode the weights are rounded now, not in the next forward pass.
         """
         bits = Bits(weights, activations)
-        chosen = {pattern: _pair(pattern, pair) for pattern, pair in (layers or {}).items()}
+        chosen = layer_bits(layers)
         widths = {point: _of(point, bits) for point in self._points}
         for pattern, pair in chosen.items():
             found = [point for point in self._points if _matches(point, pattern)]
@@ -168,19 +164,9 @@ class QuantizedNetwork(nn.Module):
         return [p.name for p in self._points if isinstance(p, ActivationPoint) and p.range is None]
 
 
-def _pair(pattern: str, pair: Bits | tuple[int, int]) -> Bits:
-    if isinstance(pair, Bits):
-        return pair
-    if not (isinstance(pair, tuple | list) and len(pair) == 2):
-        raise SpecError(f"the widths of {pattern!r} are a pair (weights, activations) such as (8, 8); got {pair!r}")
-    return Bits(*pair)
-
-
 def _of(point: Point, bits: Bits) -> int:
     return bits.weights if isinstance(point, WeightPoint) else bits.activations
 
 
 def _matches(point: Point, pattern: str) -> bool:
-    if fnmatchcase(point.name, pattern):
-        return True
-    return isinstance(point, WeightPoint) and fnmatchcase(point.name.rpartition(".")[0], pattern)
+    return names_point(pattern, point.name, weight=isinstance(point, WeightPoint))

@@ -19,7 +19,7 @@ CACHE_BYTES = 512 * 2**20
 """How much memory the quantized weights of widths used before may take, so that going back to one costs nothing."""
 
 
-class Point(nn.Module):
+class Point(nn.Module, ABC):
     """One quantization point: a name, a grid, and the width it runs at now."""
 
     kind = "point"
@@ -42,9 +42,9 @@ class Point(nn.Module):
         self.spec = self.spec.with_bits(max(check_width(bits), self.floor))
 
     @property
+    @abstractmethod
     def range(self) -> Range | None:
         """The interval that the grid covers at the current width."""
-        raise NotImplementedError
 
 
 class WeightCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -189,13 +190,20 @@ def _correct_biases(
             bias = attribute(body, old) if isinstance(old, fx.Node) else point.master.detach().new_zeros(outs)
             # A bias that two layers share stays one parameter.
             own = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
-            module = CorrectedBias(point, own, x.mean.expand(ins), groups=groups, transposed=transposed)
+            mean = x.mean.expand(ins) / (_strides(layer) if transposed else 1)
+            module = CorrectedBias(point, own, mean, groups=groups, transposed=transposed)
             target = f"bias_{len(list(body.children()))}"
             body.add_submodule(target, module)
             with body.graph.inserting_before(layer):
                 inner = body.graph.call_module(target)
             inner.meta["val"] = bias
             layer.args = (*layer.args[:2], inner, *layer.args[3:])
+
+
+def _strides(layer: fx.Node) -> int:
+    """Return of how many outputs of a transposed convolution one sees a given tap."""
+    strides: Any = layer.args[3] if len(layer.args) > 3 else [1]
+    return math.prod(strides)
 
 
 def _splice_all(body: fx.GraphModule, placed: dict[fx.Node, Point]) -> None:

@@ -27,6 +27,7 @@ from anybit.penalties.schedule import last_epochs
 from anybit.quant.capture import evaluating
 from anybit.train.checkpoint import load_weights, save_checkpoint
 from anybit.train.clock import Clock, EpochTime
+from anybit.train.memory import keep_freed_memory
 from anybit.train.place import OnDevice, Place, placed
 from anybit.train.recipe import OptimizerRecipe, PenaltyRecipe, Recipe
 from anybit.train.run import RunFolder
@@ -159,6 +160,7 @@ def train(
 
     Leaves a run folder with the recipe, the seed, the origin, the log and the checkpoint.
     """
+    keep_freed_memory()
     torch.manual_seed(recipe.seed)
     if len(data.shape) != 3:
         raise SpecError(f"the models here take images (channels, height, width); the data has {data.shape}")
