@@ -24,7 +24,7 @@ from anybit.errors import NetworkError
 from anybit.quant.lower import lower, save
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.points import ActivationPoint, WeightPoint
-from anybit.quant.whole_bias import WholeBias, round_biases
+from anybit.quant.whole_bias import WholeBias
 
 FOLDER = Path(tempfile.mkdtemp(prefix="anybit-masters-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
@@ -37,7 +37,6 @@ def saved(name: str, **options: Any) -> tuple[Case, QuantizedNetwork, Path]:
     torch.manual_seed(0)
     data = [(case.inputs(32), None) for _ in range(2)]
     net = anybit.prepare(case.build(), case.inputs(2), calibration=data, **options)
-    round_biases(net)
     path = FOLDER / f"{name}-{len(list(FOLDER.iterdir()))}.onnx"
     save(net, path, about={"name": name})
     return case, net, path
@@ -132,7 +131,6 @@ class Tied(nn.Module):
 def test_equal_and_shared_weights_keep_points_of_their_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = anybit.prepare(Tied(), torch.randn(2, 6), calibration=[torch.randn(64, 6)])
-    round_biases(net)
     save(net, tmp_path / "tied.onnx")
     session = load(tmp_path / "tied.onnx")
     tensors = [w.tensor for w in session.master.header.weights]
@@ -166,7 +164,6 @@ def test_grouped_and_transposed_convolutions(per_channel: bool, tmp_path: Path) 
     torch.manual_seed(0)
     x = torch.randn(40, 4, 8, 8)
     net = anybit.prepare(Transposed(), x[:2], calibration=[x], per_channel=per_channel)
-    round_biases(net)
     copied = copy.deepcopy(net)
     save(net, tmp_path / "m.onnx")
     session = load(tmp_path / "m.onnx", threads=1)
@@ -212,7 +209,6 @@ def test_biases_are_whole_numbers_where_both_factors_are() -> None:
     x = torch.rand(64, 5)
     for per_channel in (False, True):
         net = anybit.prepare(nn.Sequential(nn.Linear(5, 3)), x[:2], calibration=[x], per_channel=per_channel)
-        round_biases(net)
         (module,) = [m for m in net.modules() if isinstance(m, WholeBias)]
         exact = module.master.detach()
         for weights, activations in ((32, 8), (8, 32), (9, 8), (8, 9)):
@@ -225,14 +221,10 @@ def test_biases_are_whole_numbers_where_both_factors_are() -> None:
         assert not torch.equal(module(), exact)
 
 
-def test_rounding_biases_twice_is_rounding_them_once_and_lets_gradients_through() -> None:
+def test_whole_biases_let_gradients_through() -> None:
     torch.manual_seed(0)
     x = torch.rand(64, 5)
     net = anybit.prepare(nn.Sequential(nn.Linear(5, 3)), x[:2], calibration=[x])
-    round_biases(net)
-    code = net.body.code
-    round_biases(net)
-    assert net.body.code == code
     net.set_bits(weights=3, activations=8)
     net(x).sum().backward()
     (module,) = [m for m in net.modules() if isinstance(m, WholeBias)]

@@ -9,19 +9,24 @@ and what follows from it. Where two classes get the same logit, either is a righ
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import CASES
 from onnx import TensorProto, helper
 from test_artifact_lower import arrays, by_name, saved
+from torch import nn
 
+import anybit
 from anybit.artifact.master import open_master
 from anybit.artifact.requantize import activation_grid, requantize
 from anybit.artifact.runtime import compile_model
 from anybit.artifact.session import load
+from anybit.data import load_dataset
 from anybit.quant.points import ActivationPoint
 from anybit.spec import Bits
 
@@ -56,14 +61,48 @@ def compare(name: str, widths: list[tuple[int, int]], n: int, **options: Any) ->
     return results
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES])
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name != "resnet18"])
 def test_simulation_and_runtime_agree(name: str) -> None:
     for (weights, activations), (agree, differs, most) in zip(WIDTHS, compare(name, WIDTHS, N), strict=True):
         where = f"W{weights}A{activations}: {agree:.4f} agree, {differs:.4f} differ, by at most {most:.1e}"
-        # ResNet-18 has the most codes and, untrained, the smallest margins: some outputs lie on a border.
-        assert agree >= (0.997 if name == "resnet18" else 0.999), where
+        assert agree >= 0.999, where
         assert differs <= 0.25, where
         assert most <= 0.25, where
+
+
+def test_a_trained_resnet_agrees_on_real_images(tmp_path: Path) -> None:
+    """Untrained, its margins are as small as the step of a code, and which class is largest is up to the last digit."""
+    data = load_dataset("digits")
+    model, x, y = next(c for c in CASES if c.name == "resnet18").build(), large(data.train.x), data.train.y
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.3  # so few steps
+    for part in torch.cat([torch.randperm(len(y)), torch.randperm(len(y))])[:1600].split(64):
+        F.cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net = anybit.prepare(model.eval(), x[:2], calibration=[x[:256]])
+    anybit.save(net, tmp_path / "model.onnx")
+    session = load(tmp_path / "model.onnx", threads=1)
+    images = torch.cat([large(data.test.x), x])[:N]
+    assert len(images) == N
+    for weights, activations in WIDTHS:
+        net.set_bits(weights=weights, activations=activations)
+        session.set_bits(weights=weights, activations=activations)
+        with torch.no_grad():
+            want = net(images).numpy()
+        got = session.run(images.numpy())
+        assert isinstance(got, np.ndarray)
+        agree = float((got.argmax(1) == want.argmax(1)).mean())
+        assert agree >= 0.999, f"W{weights}A{activations}: {agree:.4f} agree"
+        assert len(set(want.argmax(1))) > (5 if weights > 3 else 1)  # it has learned to tell classes apart
+
+
+def large(x: torch.Tensor) -> torch.Tensor:
+    """Digits of 8x8 pixels as pictures of 32x32 in three colours."""
+    return F.interpolate(x, size=32, mode="nearest").expand(-1, 3, -1, -1).contiguous()
 
 
 def test_what_differs_starts_with_a_code_on_the_border() -> None:

@@ -43,6 +43,11 @@ def test_full_precision_is_the_original_at_any_batch_size(case: Case) -> None:
         case.run(net, case.inputs(3))
 
 
+def whole(bias: Tensor, unit: Tensor) -> Tensor:
+    """A bias as integer kernels add it: a whole number of units of weight times input."""
+    return torch.round(bias / unit) * unit
+
+
 def test_the_simulation_is_what_one_would_write_by_hand() -> None:
     torch.manual_seed(0)
     conv, norm, head = nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Linear(3, 2)
@@ -64,7 +69,7 @@ def test_the_simulation_is_what_one_would_write_by_hand() -> None:
     x = torch.rand(5, 1, 6, 6)
     factor = norm.weight / torch.sqrt(norm.running_var + norm.eps)
     weight = quantize_tensor((conv.weight * factor.view(-1, 1, 1, 1)).detach(), QuantSpec(4))
-    bias = norm.bias - norm.running_mean * factor
+    bias = whole(norm.bias - norm.running_mean * factor, weight.abs().max() / 7 * (1 / 255))
     x8 = fake_quantize(x, *make_grid(torch.tensor(0.0), torch.tensor(1.0), QuantSpec(8, signed=False)))
     top = torch.tensor(-1.0 + 6 * 2.0)  # the channel that reaches furthest: beta + 6 gamma
     stored = fake_quantize(
@@ -73,7 +78,8 @@ def test_the_simulation_is_what_one_would_write_by_hand() -> None:
     )
     y = stored.mean((2, 3))
     y3 = fake_quantize(y, *make_grid(torch.tensor(0.0), top, QuantSpec(3, signed=False)))
-    want = nn.functional.linear(y3, quantize_tensor(head.weight.detach(), QuantSpec(4)), head.bias)
+    last = quantize_tensor(head.weight.detach(), QuantSpec(4))
+    want = nn.functional.linear(y3, last, whole(head.bias, last.abs().max() / 7 * (top / 7)))
     torch.testing.assert_close(net(x), want)
 
 

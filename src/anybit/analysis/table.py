@@ -42,6 +42,8 @@ class Setting:
 SETTINGS = {
     "per-tensor": Setting(),
     "per-channel": Setting({"per_channel": True}, (*WIDTHS[1:], Bits(2, 8))),
+    "per-tensor, helpers": Setting({"helpers": "all"}, WIDTHS[1:]),
+    "per-channel, helpers": Setting({"per_channel": True, "helpers": "all"}, (*WIDTHS[1:], Bits(2, 8))),
 }
 """The ways to quantize, by name: add one here and only that is measured, from the stored checkpoints."""
 

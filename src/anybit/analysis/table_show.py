@@ -19,7 +19,8 @@ Entry = Mapping[str, Any]
 
 TITLES = {"table1": "Table 1, CIFAR-10", "table2": "Table 2, ImageNet"}
 CAPTION = """Test accuracy in %: the mean over seeds and, of several, (lowest-highest). Quantized as in the paper:
-symmetric, nearest rounding, every layer, activation ranges from batch norm. All rows of a network and seed start from
+symmetric, nearest rounding, every layer, activation ranges from batch norm; then the same with all data-free helpers
+(equalization, bias correction, sum-preserving rounding, clipping). All rows of a network and seed start from
 the same checkpoint and are fine-tuned for the same number of epochs. A straight-through row (STE) at widths above its
 own keeps its own grid or is quantized again, whichever is better on the validation split. Cost is
 the time of an epoch over that of the row without any penalty (which also measures the norms of the gradients).
@@ -91,11 +92,13 @@ def favoured(entries: Sequence[Entry], rows: Sequence[TableRow], *, tolerance: f
     """Return the name of the row that does best over all widths on the validation split, the mean over seeds.
 
     Only rows with one set of weights for every width count (no straight-through training for one pair), and only those
-    that keep the accuracy in floating point within `tolerance` of the row without any penalty.
+    that keep the accuracy in floating point within `tolerance` of the row without any penalty. The helpers stay out of
+    it: they come after training.
     """
     scores: dict[str, list[tuple[float, float]]] = {}
     for entry in entries:
-        measured = [_by_bits(parts["validation"]) for parts in entry["settings"].values()]
+        plain = [parts for name, parts in entry["settings"].items() if not name.endswith("helpers")]
+        measured = [_by_bits(parts["validation"]) for parts in plain]
         quantized = [accuracy for part in measured for bits, accuracy in part.items() if bits != Bits()]
         full = [part[Bits()] for part in measured if Bits() in part]
         if quantized and full:

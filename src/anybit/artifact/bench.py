@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,11 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Gain:
-    """One pair of widths: bytes of the file, bytes in memory, seconds at batch 1, inputs per second, accuracy."""
+    """One pair of widths: bytes of the file, bytes in memory, seconds at batch 1, inputs per second, accuracy.
+
+    The speed-ups are over floating point in the same run, at batch 1 and at the larger batch, each as the ratio of
+    medians, the lowest and the highest ratio of a round; without floating point in the run there are none.
+    """
 
     weights: int
     activations: int
@@ -34,6 +38,8 @@ class Gain:
     resident_bytes: int
     latency: float
     throughput: float
+    speedup: tuple[float, float, float] | None = None
+    speedup_batch: tuple[float, float, float] | None = None
     accuracy: float | None = None
     n: int | None = None
 
@@ -53,7 +59,7 @@ def bench(
 ) -> list[Gain]:
     """Measure each pair of widths; the times of all pairs are taken in turns, so that a busy moment hits them all.
 
-    Latency is the median over rounds, throughput that of the batch. The floating-point file is the first if asked for.
+    Latency is the median over rounds, throughput that of the batch.
     """
     pairs = list(dict.fromkeys(widths))
     shapes = input_shapes(session)
@@ -79,12 +85,26 @@ def bench(
                 *sizes[bits],
                 statistics.median(taken[bits, 1]),
                 batch / statistics.median(taken[bits, batch]),
+                speedup(taken.get((Bits(), 1)), taken[bits, 1]),
+                speedup(taken.get((Bits(), batch)), taken[bits, batch]),
                 accuracy,
                 None if data is None else len(data[1]),
             )
         )
         on_width()
     return gains
+
+
+def speedup(before: Sequence[float] | None, after: Sequence[float]) -> tuple[float, float, float] | None:
+    """Return how many times as fast: the ratio of medians, the lowest and the highest ratio of a round.
+
+    >>> speedup([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])
+    (2.0, 2.0, 3.0)
+    """
+    if before is None:
+        return None
+    ratios = [b / a for b, a in zip(before, after, strict=True)]
+    return statistics.median(before) / statistics.median(after), min(ratios), max(ratios)
 
 
 def input_shapes(session: Session) -> dict[str, tuple[int, ...]]:

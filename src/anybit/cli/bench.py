@@ -56,7 +56,9 @@ def bench(
         typer.echo(json.dumps(record, indent=1))
         return
     table = Table(title=f"{master}, {threads} thread(s)", title_justify="left", title_style="bold")
-    for head in ("widths", "file MB", "memory MB", "ms at batch 1", "inputs/s at batch 32", "accuracy in %"):
+    heads = ("widths", "file MB", "memory MB", "ms at batch 1", "times FP", "inputs/s at batch 32", "times FP",
+             "accuracy in %")  # fmt: skip
+    for head in heads:
         table.add_column(head, justify="left" if head == "widths" else "right")
     for gain in gains:
         table.add_row(
@@ -64,7 +66,18 @@ def bench(
             f"{gain.file_bytes / 1e6:.2f}",
             f"{gain.resident_bytes / 1e6:.1f}",
             f"{1000 * gain.latency:.2f}",
+            spread(gain.speedup),
             f"{gain.throughput:.0f}",
+            spread(gain.speedup_batch),
             "" if gain.accuracy is None else f"{100 * gain.accuracy:.2f}",
         )
     console.print(table)
+
+
+def spread(ratio: tuple[float, float, float] | None) -> str:
+    """Return a ratio with its spread.
+
+    >>> spread((1.5, 1.25, 2.0))
+    '1.50 (1.25-2.00)'
+    """
+    return "" if ratio is None else f"{ratio[0]:.2f} ({ratio[1]:.2f}-{ratio[2]:.2f})"

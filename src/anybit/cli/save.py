@@ -37,7 +37,6 @@ def save(
         from anybit.data import load_dataset
         from anybit.quant.lower import translate
         from anybit.quant.prepare import prepare
-        from anybit.quant.whole_bias import round_biases
         from anybit.train.checkpoint import load_model
     path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
     model, known = load_model(path)
@@ -45,7 +44,6 @@ def save(
     net = prepare(
         model, dataset.test.x[:2], input_range=dataset.input_range, per_channel=per_channel, helpers=helpers.split()
     )
-    round_biases(net)
     test = dataset.test.x.numpy(), dataset.test.y.numpy()
     graph, header = translate(net)
     about: dict[str, Any] = {

@@ -6,11 +6,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from anybit.quant.points import WeightPoint
 from anybit.rounding.bias import bias_shift
+from anybit.rounding.rows import BLOCK
 from anybit.spec import FLOAT, QuantSpec
 
 KEPT = 64
@@ -39,12 +41,20 @@ class CorrectedBias(nn.Module):
             return None
         key = (point.spec, point.master._version)
         if key not in self._shifts:
-            error = (point.quantized() - point.master.detach()).float().cpu().numpy()
-            shift = bias_shift(error, self.mean.numpy(), groups=self.groups, transposed=self.transposed)
-            self._shifts[key] = torch.from_numpy(shift).to(self.master)
+            self._shifts[key] = self._shift_of(point.quantized(), point.master.detach())
             while len(self._shifts) > KEPT:
                 self._shifts.popitem(last=False)
         return self._shifts[key]
+
+    def _shift_of(self, rounded: Tensor, exact: Tensor) -> Tensor:
+        # Outputs are independent of each other, so that the error of a few at a time stays in the cache.
+        alone = self.groups == 1 and not self.transposed
+        rows = max(1, BLOCK // max(1, exact[0].numel())) if alone else len(exact)
+        shifts = [
+            bias_shift((a - b).float().cpu().numpy(), self.mean.numpy(), groups=self.groups, transposed=self.transposed)
+            for a, b in zip(torch.split(rounded, rows), torch.split(exact, rows), strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(shifts)).to(self.master)
 
     def forward(self) -> Tensor:
         """Return the bias that goes with the weight's current width."""

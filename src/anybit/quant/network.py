@@ -6,9 +6,11 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from anybit.errors import SpecError
@@ -124,9 +126,15 @@ class QuantizedNetwork(nn.Module):
 
     def _round(self) -> None:
         """Put every weight on its grid now, and correct the biases that go with them."""
-        for point in self._points:
-            if isinstance(point, WeightPoint):
-                point.quantized()
+        weights = [p for p in self._points if isinstance(p, WeightPoint)]
+        # Helpers compute on one core at a time; nearest rounding is spread over all of them by PyTorch itself.
+        busy = [p for p in weights if not p.rule.plain and p.kept() is None]
+        busy.sort(key=lambda p: -p.master.numel())
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for point, value in zip(busy, pool.map(WeightPoint.rounded, busy), strict=True):
+                point.keep(value)
+        for point in weights:
+            point.quantized()
         for bias in self._biases:
             bias.shift()
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import SpecError
-from anybit.quant.uniform import Grid, fake_quantize, make_grid, min_max, snap_, straight_through
-from anybit.quant.weights import Rule, quantized_weight, weight_range
+from anybit.quant.uniform import Grid, fake_quantize, make_grid, snap_, straight_through
+from anybit.quant.weights import Rule, quantized_weight, weight_limits, weight_range
 from anybit.spec import FLOAT, NARROWEST, QuantSpec, Range, check_width
 
 CACHE_BYTES = 512 * 2**20
@@ -105,15 +105,24 @@ class WeightPoint(Point):
         self.rule = rule or Rule()
         self._cache = cache or WeightCache()
         self._version = self.master._version
+        self._limits: dict[QuantSpec | None, tuple[Tensor, Tensor]] = {}
 
     @property
     def range(self) -> Range:
         """The interval that the grid covers: all entries, or what clipping leaves of them."""
-        return weight_range(self.master.detach(), self.spec, self.rule)
+        return weight_range(self.limits(), self.spec, self.rule)
+
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """Return the ends of the grid at the current width; without clipping all widths have the same."""
+        self._check_version()
+        key = self.spec if self.rule.clip else None
+        if key not in self._limits:
+            self._limits[key] = weight_limits(self.master.detach(), self.spec, self.rule)
+        return self._limits[key]
 
     def grid(self) -> Grid:
-        """Return the grid at the current width, as it follows from the smallest and largest entries."""
-        return make_grid(*min_max(self.master.detach(), self.spec.axis), self.spec)
+        """Return the grid at the current width."""
+        return make_grid(*self.limits(), self.spec)
 
     def forward(self) -> Tensor:
         """Return the weight at the current width; with gradients on, straight through to the master."""
@@ -137,23 +146,31 @@ class WeightPoint(Point):
         """Return what is already there for the current width."""
         if self.bits == FLOAT:
             return self.master.detach()
-        if self._version != self.master._version:
-            self._cache.drop(self)
-            self._version = self.master._version
+        self._check_version()
         return self._cache.get(self)
 
     @torch.no_grad()
     def rounded(self) -> Tensor:
         """Round the weight to its grid, without looking at what is kept."""
-        return quantized_weight(self.master.detach(), self.spec, self.rule)
+        return quantized_weight(self.master.detach(), self.limits(), self.spec, self.rule)
 
     def keep(self, value: Tensor) -> None:
         """Remember the weight at the current width."""
         self._cache.put(self, value)
 
+    def _check_version(self) -> None:
+        """Forget what was derived from a master that has changed since."""
+        if self._version != self.master._version:
+            self._forget()
+            self._version = self.master._version
+
+    def _forget(self) -> None:
+        self._cache.drop(self)
+        self._limits.clear()
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> WeightPoint:
         # The module moves to another device or dtype.
-        self._cache.drop(self)
+        self._forget()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 

@@ -37,6 +37,7 @@ from anybit.quant.ranges import calibrate, from_moments, join
 from anybit.quant.signature import signature
 from anybit.quant.sites import Sites, ends_of, find_sites, point_name
 from anybit.quant.weights import Rule
+from anybit.quant.whole_bias import round_biases
 from anybit.spec import FLOAT, QuantSpec, Range
 
 TOLERANCE = 1e-4
@@ -104,6 +105,7 @@ def prepare(
     if "bias" in chosen:
         _correct_biases(body, sites, placed, moments)
     _splice_all(body, placed)
+    round_biases(body)
     points = list(placed.values())
     network = QuantizedNetwork(body, points, signature(*call_arguments(example_input)))
     _check_same(model, network, example_input)

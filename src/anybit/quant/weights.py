@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.quant.uniform import fake_quantize, make_grid, min_max, quantize_tensor
+from anybit.quant.uniform import fake_quantize, make_grid, min_max
 from anybit.rounding.clip import mse_range
 from anybit.rounding.grid import dequantize
 from anybit.rounding.grid import make_grid as make_numpy_grid
@@ -42,20 +42,18 @@ def weight_limits(weight: Tensor, spec: QuantSpec, rule: Rule) -> tuple[Tensor, 
     return torch.as_tensor(low).to(weight), torch.as_tensor(high).to(weight)
 
 
-def weight_range(weight: Tensor, spec: QuantSpec, rule: Rule) -> Range:
+def weight_range(limits: tuple[Tensor, Tensor], spec: QuantSpec, rule: Rule) -> Range:
     """Return the interval that a weight's grid covers, over all channels."""
-    low, high = weight_limits(weight, spec, rule)
+    low, high = limits
     clipped = rule.clip and spec.bits != FLOAT
     return Range(float(low.min()), float(high.max()), "weights, clipped" if clipped else "weights")
 
 
-def quantized_weight(weight: Tensor, spec: QuantSpec, rule: Rule) -> Tensor:
-    """Return a weight on its grid."""
-    if rule.plain:
-        return quantize_tensor(weight, spec)
-    low, high = weight_limits(weight, spec, rule)
+def quantized_weight(weight: Tensor, limits: tuple[Tensor, Tensor], spec: QuantSpec, rule: Rule) -> Tensor:
+    """Return a weight on the grid with these ends."""
+    low, high = limits
     if not rule.sums:
         return fake_quantize(weight, *make_grid(low, high, spec))
     grid = make_numpy_grid(low.cpu().float().numpy(), high.cpu().float().numpy(), spec)
     codes = squant(weight.cpu().float().numpy(), *grid, axis=rule.channels, groups=rule.groups)
-    return torch.from_numpy(dequantize(codes, grid.scale, grid.zero)).to(weight)
+    return torch.from_numpy(dequantize(codes, grid.scale, grid.zero, out=codes)).to(weight)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from anybit.quant.bias import CorrectedBias
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.ops import TRANSPOSED_CONVOLUTIONS, WEIGHTED, attribute, groups_of, passed_on
+from anybit.quant.ops import TRANSPOSED_CONVOLUTIONS, WEIGHTED, attribute, delete_attribute, groups_of, passed_on
 from anybit.quant.points import ActivationPoint, WeightPoint
 from anybit.quant.uniform import make_grid
-from anybit.quant.weights import weight_limits
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,28 +55,33 @@ class WholeBias(nn.Module):
             return None
         key = (weight.spec, weight.master._version, source.spec, source.range)
         if self._unit is None or self._unit[0] != key:
-            low, high = weight_limits(weight.master.detach(), weight.spec, weight.rule)
-            ends = torch.tensor([source.range.low, source.range.high], device=low.device)
-            unit = make_grid(ends[0], ends[1], source.spec).scale * make_grid(low, high, weight.spec).scale
+            scale = weight.grid().scale
+            ends = torch.tensor([source.range.low, source.range.high], device=scale.device)
+            unit = make_grid(ends[0], ends[1], source.spec).scale * scale
             if unit.dim():
                 unit = unit.reshape(-1).repeat(self.master.numel() // unit.numel())
             self._unit = key, unit
         return self._unit[1]
 
 
-def round_biases(net: QuantizedNetwork) -> None:
-    """Let the simulation add biases as whole numbers, which a master does at every width up to 8 bits."""
-    for layer in layer_biases(net.body):
-        if isinstance(_module(net.body, layer.bias), WholeBias):
-            continue
-        bias = layer.corrected.master if layer.corrected is not None else attribute(net.body, layer.bias)
-        target = f"whole_{len(list(net.body.children()))}"
-        net.body.add_submodule(target, WholeBias(layer, cast(nn.Parameter, bias)))
-        with net.body.graph.inserting_before(layer.layer):
-            layer.layer.update_arg(2, net.body.graph.call_module(target))
-    net.body.graph.eliminate_dead_code()
-    net.body.delete_all_unused_submodules()
-    net.body.recompile()
+def round_biases(body: fx.GraphModule) -> None:
+    """Let a network add its biases as whole numbers, as a master does at every width up to 8 bits."""
+    for index, layer in enumerate(layer_biases(body)):
+        bias = layer.corrected.master if layer.corrected is not None else attribute(body, layer.bias)
+        # A bias that two layers share stays one parameter.
+        own = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
+        target = f"whole_bias_{index}"
+        body.add_submodule(target, WholeBias(layer, own))
+        with body.graph.inserting_before(layer.layer):
+            inner = body.graph.call_module(target)
+        inner.meta["val"] = bias
+        layer.layer.update_arg(2, inner)
+    before = {str(node.target) for node in body.graph.nodes if node.op == "get_attr"}
+    body.graph.eliminate_dead_code()
+    for target in before - {str(node.target) for node in body.graph.nodes if node.op == "get_attr"}:
+        delete_attribute(body, target)  # the module has the bias now
+    body.delete_all_unused_submodules()
+    body.recompile()
 
 
 def layer_biases(body: fx.GraphModule) -> list[LayerBias]:

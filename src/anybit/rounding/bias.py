@@ -51,12 +51,15 @@ def bias_shift(
             f"a weight of shape {error.shape} in {groups} group(s) has {inputs} input channels, "
             f"so as many means are expected; got the shape {input_mean.shape}"
         )
-    taps = error.reshape(*error.shape[:2], -1).sum(2, dtype=np.float64)
-    means = input_mean.reshape(groups, -1)
+    means = input_mean.astype(error.dtype, copy=False).reshape(groups, -1)
+    taps = math.prod(error.shape[2:])
     if not transposed:
-        shift = np.einsum("goi,gi->go", taps.reshape(groups, -1, inputs // groups), means)
+        kernels = error.reshape(groups, outputs // groups, -1)
+        shift = np.stack([own @ mean.repeat(taps) for own, mean in zip(kernels, means, strict=True)])
     else:
         every = math.prod([stride] * (error.ndim - 2) if isinstance(stride, int) else stride)
-        shift = np.einsum("gio,gi->go", taps.reshape(groups, inputs // groups, -1), means) / every
+        kernels = error.reshape(groups, inputs // groups, -1)
+        by_tap = np.stack([mean @ own for own, mean in zip(kernels, means, strict=True)])
+        shift = by_tap.reshape(groups, outputs // groups, taps).sum(2) / every
     result: Array = shift.reshape(-1).astype(error.dtype)
     return result

@@ -88,10 +88,12 @@ def quantize(x: Array, scale: Array, zero: Array, low: int, high: int) -> Array:
         return np.clip(np.rint(x / scale) + zero, x.dtype.type(low), x.dtype.type(high))
 
 
-def dequantize(codes: Array, scale: Array, zero: Array) -> Array:
-    """Return the values that the codes stand for.
+def dequantize(codes: Array, scale: Array, zero: Array, out: Array | None = None) -> Array:
+    """Return the values that the codes stand for, in `out` if given, which may be the codes themselves.
 
     >>> dequantize(np.array([0.0, 3.0]), np.float64(0.5), np.float64(1)).tolist()
     [-0.5, 1.0]
     """
-    return (codes - zero) * scale
+    shifted = np.subtract(codes, zero, out=out) if np.any(zero) else codes
+    values: Array = np.multiply(shifted, scale, out=out)
+    return values

@@ -8,8 +8,9 @@ import numpy as np
 
 from anybit.rounding.grid import Array
 
-BLOCK = 1 << 16
-"""Entries worked on at a time: a few arrays of that many fit the second-level cache."""
+BLOCK = 1 << 18
+"""Entries worked on at a time: a few arrays of that many fit the cache, and each operation on them takes long enough
+that two threads seldom wait for the interpreter."""
 
 
 def as_rows(x: Array, axis: int | None) -> Array:
@@ -38,7 +39,7 @@ def blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
     """Cut a matrix into pieces of about `BLOCK` entries: several whole rows, or a part of one.
 
     >>> list(blocks(1, BLOCK + 1))[1]
-    (slice(0, 1, None), slice(65536, 65537, None))
+    (slice(0, 1, None), slice(262144, 262145, None))
     """
     height = max(1, BLOCK // max(columns, 1))
     for top in range(0, rows, height):

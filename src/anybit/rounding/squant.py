@@ -26,8 +26,8 @@ from anybit.rounding.rows import BLOCK
 
 Indices = npt.NDArray[np.intp]
 
-RANKED = 32
-"""Kernels of up to so many taps are ranked by comparing all pairs, which is the faster way for few."""
+TURNS = 32
+"""Kernels of up to so many taps give up their largest entries one after the other: few have more than one to give."""
 
 
 def squant(x: Array, scale: Array, zero: Array, low: int, high: int, *, axis: int = 0, groups: int = 1) -> Array:
@@ -100,15 +100,17 @@ def _round(kernels: Array, scale: Array, zero: Array, low: int, high: int, *, in
     """Return codes of kernels (tap, kernel), every `inputs` of which make up an output channel."""
     with np.errstate(over="ignore"):
         ratio = np.divide(kernels, scale, order="C")
-    if not np.isfinite(ratio).all():
+    least, most = ratio.min(), ratio.max()
+    if not np.isfinite([least, most]).all():
         raise SpecError("a weight divided by its scale must be finite; this one has infinite or NaN entries")
-    inside = np.minimum(np.maximum(ratio, low - zero), high - zero)
+    first, last = low - zero, high - zero
+    clipped = bool(least < first.max() or most > last.min())
+    inside = np.minimum(np.maximum(ratio, first), last) if clipped else ratio
     codes = np.rint(inside)
     error = codes - inside  # zero, so never worth a move, where the grid has ended
     sums = error.sum(0)
-    cut = np.subtract(inside, ratio, out=ratio)
-    if clipped := bool(cut.any()):
-        sums += cut.sum(0)
+    if clipped:
+        sums += np.subtract(inside, ratio, out=ratio).sum(0)
     _settle_kernels(error, codes, sums)
     if inputs > 1:
         _settle_channels(error, codes, sums.reshape(-1, inputs), clipped=clipped)
@@ -119,7 +121,7 @@ def _round(kernels: Array, scale: Array, zero: Array, low: int, high: int, *, in
 def _settle_kernels(error: Array, codes: Array, sums: Array) -> None:
     """Move elements until no column of errors adds up to more than 1/2; all three arrays follow."""
     signs = np.sign(sums)
-    moved = _largest(error * signs, _moves(sums, len(error))) * signs
+    moved = _largest(error * signs, _moves(sums, len(error))).view(np.int8) * signs
     error -= moved
     codes -= moved
     sums -= moved.sum(0)
@@ -151,18 +153,21 @@ def _largest(values: Array, count: Indices) -> npt.NDArray[np.bool_]:
     >>> _largest(np.array([[1.0], [3.0], [3.0], [-4.0]]), np.array([2])).ravel().tolist()
     [False, True, True, False]
     """
-    chosen = _by_rank(values, count) if len(values) <= RANKED else _by_bar(values, count)
-    return chosen & (values > 0)
+    return _by_turns(values, count) if len(values) <= TURNS else _by_bar(values, count) & (values > 0)
 
 
-def _by_rank(values: Array, count: Indices) -> npt.NDArray[np.bool_]:
-    """Compare every pair of rows: an entry's rank is the number of those in front of it."""
-    rank = np.arange(len(values), dtype=np.uint8)[:, None].repeat(values.shape[1], 1)
-    for i in range(len(values) - 1):
-        larger = values[i + 1 :] > values[i]
-        rank[i] += larger.sum(0, dtype=np.uint8)
-        rank[i + 1 :] -= larger
-    chosen: npt.NDArray[np.bool_] = rank < count.astype(np.uint8)
+def _by_turns(values: Array, count: Indices) -> npt.NDArray[np.bool_]:
+    """Take the largest entry of every column that wants one, then the next of those that want another."""
+    top = values.max(0)
+    top[(count <= 0) | (top <= 0)] = np.inf
+    chosen: npt.NDArray[np.bool_] = values == top
+    several = np.flatnonzero(chosen.view(np.uint8).sum(0, dtype=np.uint8) > 1)
+    if several.size:  # equal entries: the first one
+        chosen[:, several] &= chosen[:, several].cumsum(0) == 1
+    again = np.flatnonzero(count > 1)
+    if again.size:
+        rest = np.where(chosen[:, again], -np.inf, values[:, again])
+        chosen[:, again] |= _by_turns(rest, count[again] - 1)
     return chosen
 
 

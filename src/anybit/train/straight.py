@@ -22,6 +22,7 @@ from anybit.quant.network import QuantizedNetwork
 from anybit.quant.ops import WEIGHTED, attribute, output_axis
 from anybit.quant.points import WeightPoint
 from anybit.quant.prepare import prepare
+from anybit.quant.whole_bias import WholeBias
 from anybit.spec import Bits
 
 SMALLEST = 1e-8
@@ -61,7 +62,7 @@ def unfold(network: QuantizedNetwork, model: nn.Module) -> None:
             continue
         point = _weight_point(network.body, node)
         layer = model.get_submodule(point.name.rpartition(".")[0])
-        bias = attribute(network.body, node.args[2]) if len(node.args) > 2 and node.args[2] is not None else None
+        bias = _bias(network.body, node)
         after = node.meta.get("anybit_after")
         if after is None:
             _copy(layer, point.master, bias)
@@ -77,6 +78,14 @@ def _weight_point(body: fx.GraphModule, node: fx.Node) -> WeightPoint:
     if not isinstance(point, WeightPoint):
         raise FoldError(f"{node.name}: its weight is computed, not stored; straight-through training cannot change it")
     return point
+
+
+def _bias(body: fx.GraphModule, node: fx.Node) -> Tensor | None:
+    source = node.args[2] if len(node.args) > 2 else None
+    if not isinstance(source, fx.Node):
+        return None
+    whole = body.get_submodule(str(source.target)) if source.op == "call_module" else None
+    return whole.master if isinstance(whole, WholeBias) else attribute(body, source)
 
 
 def _copy(layer: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
