@@ -6,7 +6,7 @@ First ResNet-18 at full width on 32x32 images, batch 128, random weights: forwar
 floating-point pass of the same folded network, the time of `set_bits`, and a sweep over 12 widths. Then a trained
 network in anybit, torch.ao, Brevitas, optimum-quanto and NNCF at the same widths: accuracy on 2,000 test images and
 forward time over floating point, each tool in a process of its own with its own floating-point pass beside it.
-Writes results/quant-speed.json.
+Writes results/quant-speed.json and results/quant-peers.json.
 """
 
 from __future__ import annotations
@@ -214,18 +214,20 @@ def main() -> None:
     parser.add_argument("--only", choices=("speed", "peers"))
     parser.add_argument("--tools", help=f"for the second table, such as {TOOLS[0].name},{TOOLS[1].name}; default all")
     parser.add_argument("--checkpoint", type=Path, help="for the second table, instead of a laptop run")
-    parser.add_argument("--out", default="results/quant-speed.json")
+    parser.add_argument("--out", default="results", type=Path, help="the folder to write to")
     options = parser.parse_args()
     console = Console()
-    results: dict[str, list[Row]] = {"speed": [], "peers": []}
+    console = Console(width=max(console.width, 130))
 
-    def write() -> None:
-        write_json(options.out, {**origin(), "threads": torch.get_num_threads(), "seed": 0, **results})
+    def write(part: str, rows: list[Row]) -> None:
+        path = options.out / f"quant-{part}.json"
+        write_json(path, {**origin(), "threads": torch.get_num_threads(), "seed": 0, part: rows})
+        console.print(f"written to {path}")
 
     if options.only != "peers":
-        results["speed"] = speed(options.width, options.rounds)
-        console.print(show_speed(results["speed"], options.width))
-        write()
+        rows = speed(options.width, options.rounds)
+        console.print(show_speed(rows, options.width))
+        write("speed", rows)
     if options.only != "speed":
         checkpoint = options.checkpoint or find_checkpoint()
         if checkpoint is None:
@@ -233,16 +235,15 @@ def main() -> None:
             return
         tools = [t for t in TOOLS if not options.tools or t.name in options.tools.split(",")]
         try:
-            results["peers"] = peers(checkpoint, tools, 2 * options.rounds + 1, console.print)
+            rows = peers(checkpoint, tools, 2 * options.rounds + 1, console.print)
         except AnybitError as error:
             console.print(f"no table beside other tools: {error}")
             return
-        console.print(show_peers(results["peers"], checkpoint))
-        for r in results["peers"]:
+        console.print(show_peers(rows, checkpoint))
+        for r in rows:
             if r["bits"] is not None and "reason" in r:
                 console.print(f"{r['tool']}, {r['bits']}: {r['reason']}", highlight=False)
-        write()
-    console.print(f"written to {options.out}")
+        write("peers", rows)
 
 
 if __name__ == "__main__":

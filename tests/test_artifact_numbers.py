@@ -30,6 +30,7 @@ from anybit.data import load_dataset
 from anybit.quant.points import ActivationPoint
 from anybit.spec import Bits
 
+Array = np.ndarray[Any, Any]
 WIDTHS = [(8, 8), (8, 4), (6, 6), (4, 8), (4, 4), (3, 8)]
 N = 1000
 TIE = 1e-5
@@ -52,13 +53,17 @@ def compare(name: str, widths: list[tuple[int, int]], n: int, **options: Any) ->
         worst = [(1.0, 0.0, 0.0)]
         for key, value in want.items():
             size = np.abs(value).max()
-            chosen = np.take_along_axis(value, got[key].argmax(1)[:, None], 1)[:, 0]
-            agree = (chosen >= value.max(1) - TIE * size).mean()
             apart = np.abs(got[key] - value).max(1) / size
-            worst.append((float(agree), float((apart > TIE).mean()), float(apart.max())))
+            worst.append((agreement(got[key], value), float((apart > TIE).mean()), float(apart.max())))
         agrees, differs, most = zip(*worst, strict=True)
         results.append((min(agrees), max(differs), max(most)))
     return results
+
+
+def agreement(got: Array, want: Array) -> float:
+    """Return the part of equal predictions; where two classes have the same output, either is right."""
+    chosen = np.take_along_axis(want, got.argmax(1)[:, None], 1)[:, 0]
+    return float((chosen >= want.max(1) - TIE * np.abs(want).max()).mean())
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name != "resnet18"])
@@ -71,15 +76,19 @@ def test_simulation_and_runtime_agree(name: str) -> None:
 
 
 def test_a_trained_resnet_agrees_on_real_images(tmp_path: Path) -> None:
-    """Untrained, its margins are as small as the step of a code, and which class is largest is up to the last digit."""
+    """Untrained, its margins are as small as the step of a code, and which class is largest is up to the last digit.
+
+    The pictures get a little noise, as a camera adds it: on a background of one single value all of its pixels meet the
+    same sums, and where one of those lies on the border between two codes, they all do.
+    """
     data = load_dataset("digits")
+    torch.manual_seed(0)
     model, x, y = next(c for c in CASES if c.name == "resnet18").build(), large(data.train.x), data.train.y
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 0.3  # so few steps
-    for part in torch.cat([torch.randperm(len(y)), torch.randperm(len(y))])[:1600].split(64):
+    for part in torch.cat([torch.randperm(len(y)) for _ in range(3)])[:2560].split(64):
         F.cross_entropy(model(x[part]), y[part]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,6 +96,7 @@ def test_a_trained_resnet_agrees_on_real_images(tmp_path: Path) -> None:
     anybit.save(net, tmp_path / "model.onnx")
     session = load(tmp_path / "model.onnx", threads=1)
     images = torch.cat([large(data.test.x), x])[:N]
+    images += 0.05 * torch.randn_like(images)
     assert len(images) == N
     for weights, activations in WIDTHS:
         net.set_bits(weights=weights, activations=activations)
@@ -95,7 +105,7 @@ def test_a_trained_resnet_agrees_on_real_images(tmp_path: Path) -> None:
             want = net(images).numpy()
         got = session.run(images.numpy())
         assert isinstance(got, np.ndarray)
-        agree = float((got.argmax(1) == want.argmax(1)).mean())
+        agree = agreement(got, want)
         assert agree >= 0.999, f"W{weights}A{activations}: {agree:.4f} agree"
         assert len(set(want.argmax(1))) > (5 if weights > 3 else 1)  # it has learned to tell classes apart
 
