@@ -10,8 +10,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	@$(BIN)/anybit demo
 
+# A process per core, each on one thread: most tests are too small to share.
 test: check
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -15,14 +15,12 @@ import torch
 
 import anybit
 from anybit.cli import main
+from anybit.cli.main import PANELS
 from anybit.errors import AnybitError, CaptureError, CheckpointError, FileError, RecipeError, SpecError
 from anybit.report.rows import read_rows
 from anybit.train.checkpoint import FORMAT, read_checkpoint
 
-VERBS = (
-    "demo", "train", "sweep", "report", "save", "export", "run", "watch", "bench", "adopt", "reproduce", "search",
-    "figure", "appendix",
-)  # fmt: skip
+VERBS = [*(verb for verbs in PANELS.values() for verb in verbs), "data"]
 
 RECIPE = """
 name = "tiny"
@@ -82,6 +80,31 @@ def test_help_lists_the_verbs_and_each_has_help_with_an_example(capsys: Capture)
         assert code == 0
         assert f"Example: anybit {verb}" in " ".join(text.split())
     assert "Exit codes" in out
+    assert len(out.splitlines()) <= 48  # one screen
+    places = [out.index(panel) for panel in PANELS]
+    assert places == sorted(places)  # who starts, trains, integrates, researches
+
+
+def test_search_prints_json(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    words = ["search", tmp_path / "tiny.toml", "--vary", "optimizer.lr", "--values", "0.01,0.001", "--share", "0.2"]
+    code, out, err = run(capsys, *words, "--storage", f"sqlite:///{tmp_path}/s.db", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["keys"] == ["optimizer.lr"]
+    accuracies = dict(found["accuracies"])
+    assert {0.01, 0.001} <= set(accuracies)
+    assert accuracies[found["chosen"]] == max(accuracies.values())
+
+
+def test_save_prints_json(trained: Path, tmp_path: Path, capsys: Capture) -> None:
+    words = ["save", trained / "run", "--out", tmp_path / "m.onnx", "--widths", "FP W4A8", "--store", "int8", "--json"]
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["bytes"] == (tmp_path / "m.onnx").stat().st_size
+    assert set(found["measured"]) == set(found["measured_from_fp32"]) == {"FP", "W4A8"}
+    assert all(0 <= value <= 1 for value in found["measured"].values())
 
 
 def test_version(capsys: Capture) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from anybit.analysis.table_rows import IMAGENET_ROWS, IMAGENET_WIDTHS, ROWS, WIDTHS, TableRow
 from anybit.data import Batches, Dataset, Split, load_dataset
-from anybit.errors import DataError, FileError, SpecError
+from anybit.errors import DataError, FileError, RecipeError, SpecError
 from anybit.evaluate.sweep import sweep
 from anybit.files import read_json, write_json
 from anybit.provenance import origin
@@ -21,7 +21,7 @@ from anybit.quant.prepare import prepare
 from anybit.spec import Bits
 from anybit.train.checkpoint import load_model, read_checkpoint
 from anybit.train.loop import train
-from anybit.train.recipe import Recipe, load_recipe
+from anybit.train.recipe import Recipe, load_recipe, parse_recipe
 from anybit.train.search import search
 
 FORMAT = "anybit-table/1"
@@ -211,7 +211,7 @@ def read_searches(path: Path) -> dict[str, dict[str, Any]]:
 def _train_row(table: Table, network: str, seed: int, row: TableRow, recipe: Recipe, data: Dataset, say: Say) -> None:
     folder = table.folder(network, seed, row)
     checkpoint = folder / "model.safetensors"
-    if checkpoint.is_file() and read_checkpoint(checkpoint)[1].get("recipe") == recipe.to_dict():
+    if checkpoint.is_file() and _same(read_checkpoint(checkpoint)[1].get("recipe"), recipe):
         return
     say(f"{network}, seed {seed}: training {row.name}")
     train(recipe, data, folder)
@@ -284,9 +284,17 @@ def _known_entry(
 ) -> dict[str, Any] | None:
     """Return the entry of a row, unless it was trained by another recipe."""
     for entry in entries:
-        if _is(entry, network, seed, row) and entry["recipe"] == recipe.to_dict():
+        if _is(entry, network, seed, row) and _same(entry["recipe"], recipe):
             return entry
     return None
+
+
+def _same(known: Any, recipe: Recipe) -> bool:
+    """Tell whether a stored recipe is this one; keys that came later have their defaults."""
+    try:
+        return isinstance(known, dict) and parse_recipe({k: v for k, v in known.items() if v is not None}) == recipe
+    except RecipeError:
+        return False
 
 
 def _covers(entry: Mapping[str, Any] | None, name: str, setting: Setting) -> bool:

@@ -10,7 +10,9 @@ from anybit.cli.needs import needs_torch
 from anybit.cli.show import console, errors
 from anybit.errors import DataError
 
-data = typer.Typer(no_args_is_help=True, help="Fetch data sets and say what is in them.")
+data = typer.Typer(
+    no_args_is_help=True, help="Fetch data sets and say what is in them.\n\nExample: anybit data get cifar10"
+)
 
 
 @data.callback()

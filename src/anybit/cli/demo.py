@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from anybit.cli.show import accuracy_table, console, progress_bars
 def demo(
     out: Annotated[Path, typer.Option(help="Where to write rows, checkpoints and the report.")] = Path("runs/demo"),
     seeds: Annotated[int, typer.Option(help="How many seeds to run.", min=1)] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")] = False,
 ) -> None:
     """Train on digits with and without the penalty, quantize to every width, compare.
 
@@ -25,6 +27,9 @@ def demo(
     begin = time.perf_counter()
     with progress_bars() as start:
         result = run_demo(out, seeds=range(seeds), start=start)
+    if as_json:
+        typer.echo(json.dumps([row.to_dict() for row in result.file.rows], indent=1))
+        return
     title = "test accuracy on digits in %, mean (lowest-highest seed); gain in points"
     console.print(accuracy_table(title, result.summaries, gain=(PLAIN, PENALIZED)))
     for note in result.file.notes:

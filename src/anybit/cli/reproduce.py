@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from anybit.cli.needs import needs_torch
-from anybit.cli.show import console
+from anybit.cli.show import console, errors
 from anybit.errors import SpecError
 
 
@@ -23,6 +24,7 @@ def reproduce(
     recipes: Annotated[Path, typer.Option(help="The folder of the recipes.")] = Path("recipes"),
     runs: Annotated[Path, typer.Option(help="Where checkpoints go.")] = Path("runs"),
     results: Annotated[Path, typer.Option(help="Where numbers and tables go.")] = Path("results"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the measured numbers instead of the table.")] = False,
 ) -> None:
     """Train and measure what is missing of a table, and print it beside the paper's numbers.
 
@@ -31,7 +33,7 @@ def reproduce(
     Example: anybit reproduce table1 --network vgg-like --seeds 0,1,2
     """
     with needs_torch("anybit reproduce"):
-        from anybit.analysis.table import find_table, run_table
+        from anybit.analysis.table import find_table, read_entries, run_table
         from anybit.analysis.table_show import write_table
     table = find_table(what, scale, recipes=recipes, runs=runs, results=results)
     if not show:
@@ -41,9 +43,12 @@ def reproduce(
             seeds=[_seed(word) for word in seeds.split(",")],
             rows=[table.row(name) for name in row] if row else table.rows,
             again=again,
-            say=lambda line: console.print(line, highlight=False, soft_wrap=True),
+            say=lambda line: (errors if as_json else console).print(line, highlight=False, soft_wrap=True),
         )
     text, path = write_table(table)
+    if as_json:
+        typer.echo(json.dumps(read_entries(table.file), indent=1))
+        return
     console.print(text, highlight=False, soft_wrap=True, markup=False)
     console.print(str(path), highlight=False, soft_wrap=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ def save(
     data: Annotated[str | None, typer.Option(help="Another data set than the one it was trained on.")] = None,
     per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = False,
     helpers: Annotated[str, typer.Option(help="Data-free helpers, separated by blanks, or all.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
     """Write a checkpoint as a master: an ONNX file that runs at any width, without PyTorch.
 
@@ -61,6 +63,12 @@ def save(
                 write_master(trial, graph, replace(header, store=way))
                 about[name] = accuracies(trial, pairs, *test)
     write_master(out, graph, replace(header, store=store, about=about))
+    if as_json:
+        measured = {key: about[key] for key in ("measured", "measured_from_fp32") if key in about}
+        typer.echo(
+            json.dumps({"master": str(out), "bytes": out.stat().st_size, "n": len(test[1]), **measured}, indent=1)
+        )
+        return
     for bits in map(str, pairs):
         line = f"{bits:6} {100 * about['measured'][bits]:.2f}% of {len(test[1])}"
         if store == "int8":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.table import Table
 
 from anybit.cli.needs import needs_torch
-from anybit.cli.show import console
+from anybit.cli.show import console, errors
 from anybit.errors import DataError, RecipeError, SpecError
 
 
@@ -30,6 +31,7 @@ def search(
         str, typer.Option(help="Where trials are kept, as Optuna writes it.")
     ] = "sqlite:///runs/search.db",
     out: Annotated[Path | None, typer.Option(help="Write what was found to this JSON file too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Find the strongest penalty that costs no accuracy in floating point, or the best learning rate.
 
@@ -57,10 +59,16 @@ def search(
             epochs=epochs,
             share=share,
             tolerance=tolerance / 100,
-            on_trial=lambda value, accuracy: console.print(f"{value:g}: {100 * accuracy:.2f} %", highlight=False),
+            on_trial=lambda value, accuracy: errors.print(f"{value:g}: {100 * accuracy:.2f} %", highlight=False),
         )
     except (DataError, SpecError) as error:
         raise RecipeError(f"{recipe}: {error}") from error
+    record = {**found.to_dict(), "recipe": plan.to_dict(), "origin": origin()}
+    if out is not None:
+        write_json(out, record)
+    if as_json:
+        typer.echo(json.dumps(record, indent=1))
+        return
     if found.tracked is not None:
         console.print(f"tracked: loss {found.tracked.loss:.4g}, penalty {found.tracked.penalty:.4g}", highlight=False)
     table = Table("value", "validation accuracy in %")
@@ -69,8 +77,6 @@ def search(
     console.print(table)
     edge = "; it is at the end of what was tried" if found.at_edge else ""
     console.print(f"chosen: {' = '.join(found.keys)} = {found.chosen:g}{edge}", highlight=False, soft_wrap=True)
-    if out is not None:
-        write_json(out, {**found.to_dict(), "recipe": plan.to_dict(), "origin": origin()})
 
 
 def _words(text: str) -> list[str]:
