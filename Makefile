@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate setup clean
+.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate bench-scale soak setup clean
 
 demo: $(READY)
 	@$(BIN)/anybit demo
@@ -33,6 +33,12 @@ bench-helpers: $(READY)
 
 bench-allocate: $(READY)
 	@$(BIN)/python benchmarks/allocate.py
+
+soak: $(READY)
+	@$(BIN)/python benchmarks/soak.py
+
+bench-scale: $(READY)
+	@$(BIN)/python benchmarks/scale.py
 
 setup: $(READY)
 
