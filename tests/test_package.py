@@ -263,7 +263,9 @@ def test_penalties_and_the_grid_need_only_torch_spec_and_errors(name: str) -> No
 LIGHT = [
     name
     for name in MODULES
-    if inside(name, "anybit.artifact", "anybit.report", "anybit.rounding", "anybit.spec", "anybit.errors")
+    if inside(
+        name, "anybit.artifact", "anybit.report", "anybit.serve", "anybit.rounding", "anybit.spec", "anybit.errors"
+    )
 ]
 
 

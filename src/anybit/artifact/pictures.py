@@ -54,25 +54,32 @@ def _array(path: Path, shape: Sequence[int]) -> Floats:
 
 
 def _picture(path: Path, shape: Sequence[int], mean: Sequence[float], std: Sequence[float]) -> Floats:
-    image = _pillow()
+    image = pillow()
     if len(shape) != 3 or shape[0] not in (1, 3):
         raise DataError(
             f"{path}: the network takes inputs of shape {list(shape)}, which no picture has; use .npy files"
         )
-    channels, height, width = shape
     try:
         with image.open(path) as picture:
             if picture.width * picture.height > LARGEST:
                 raise DataError(f"{path}: {picture.width} x {picture.height} pixels are more than {LARGEST}")
-            scaled = picture.convert("RGB" if channels == 3 else "L").resize((width, height), image.Resampling.BILINEAR)
-            pixels = np.asarray(scaled, np.float32).reshape(height, width, channels) / 255
+            return as_batch(picture, shape, mean=mean, std=std)
     except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:
         raise DataError(f"{path}: cannot be read as a picture ({error})") from error
+
+
+def as_batch(picture: Any, shape: Sequence[int], *, mean: Sequence[float], std: Sequence[float]) -> Floats:
+    """Return one of Pillow's pictures as a batch of one: scaled to size, to numbers from 0 to 1, and normalized."""
+    channels, height, width = shape
+    mode, smooth = "RGB" if channels == 3 else "L", pillow().Resampling.BILINEAR
+    scaled = np.asarray(picture.convert(mode).resize((width, height), smooth), np.float32)
+    pixels = scaled.reshape(height, width, channels) / 255
     normal = (pixels - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
     return np.asarray(normal.transpose(2, 0, 1)[None], np.float32)
 
 
-def _pillow() -> Any:
+def pillow() -> Any:
+    """Import Pillow's `Image`, or say how to install it."""
     try:
         from PIL import Image
     except ModuleNotFoundError as error:

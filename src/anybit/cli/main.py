@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -21,6 +22,7 @@ from anybit.cli import (
     run,
     save,
     search,
+    serve,
     sweep,
     train,
     watch,
@@ -36,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train once, store one set of weights, run it at any bit width.",
-    epilog="Exit codes: 0 done, 1 a bug in anybit, 2 bad input, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 a bug in anybit, 2 bad input, 130 interrupted, 143 terminated.",
 )
 
 
@@ -56,21 +58,37 @@ def _root(
     pass
 
 
-app.add_typer(data.data, name="data")
-app.command(name="demo")(demo.demo)
-app.command(name="train")(train.train)
-app.command(name="sweep")(sweep.sweep)
-app.command(name="report")(report.report)
-app.command(name="save")(save.save)
-app.command(name="export")(export.export)
-app.command(name="run")(run.run)
-app.command(name="watch")(watch.watch)
-app.command(name="bench")(bench.bench)
-app.command(name="adopt")(adopt.adopt)
-app.command(name="reproduce")(reproduce.reproduce)
-app.command(name="search")(search.search)
-app.command(name="figure")(figure.figure)
-app.command(name="appendix")(appendix.appendix)
+PANELS: dict[str, dict[str, tuple[Callable[..., object], str]]] = {
+    "Start here": {
+        "demo": (demo.demo, "The whole way in a minute, on embedded data."),
+    },
+    "Trainers: your own network, ready for every width": {
+        "train": (train.train, "Train a network as a recipe says."),
+        "search": (search.search, "Find the strongest penalty that costs nothing."),
+        "sweep": (sweep.sweep, "Measure a checkpoint at many widths, without data."),
+        "report": (report.report, "Turn measurements into one HTML page."),
+        "save": (save.save, "Write a checkpoint as one ONNX file for every width."),
+    },
+    "Integrators: somebody else's file, no PyTorch": {
+        "adopt": (adopt.adopt, "Make a plain ONNX classifier switchable."),
+        "export": (export.export, "Write one width as plain ONNX."),
+        "run": (run.run, "Classify files at the width a policy chooses."),
+        "watch": (watch.watch, "Show battery and width, live."),
+        "serve": (serve.serve, "Try a file at every width in the browser."),
+        "bench": (bench.bench, "Measure size, memory, speed and accuracy by width."),
+    },
+    "Researchers: the paper, from one command each": {
+        "reproduce": (reproduce.reproduce, "The paper's tables beside its own numbers."),
+        "figure": (figure.figure, "A figure of the paper, and the numbers behind it."),
+        "appendix": (appendix.appendix, "An appendix of the paper, checked by numbers."),
+    },
+}
+"""The verbs by who needs them, each with what it does in one line."""
+
+for panel, verbs in PANELS.items():
+    for name, (function, short) in verbs.items():
+        app.command(name=name, short_help=short, rich_help_panel=panel)(function)
+app.add_typer(data.data, name="data", short_help="Fetch data sets.", rich_help_panel=list(PANELS)[-1])
 
 
 def main(argv: list[str] | None = None) -> None:

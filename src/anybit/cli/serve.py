@@ -1,0 +1,69 @@
+"""`anybit serve model.onnx`: a local page on which the model runs at the width of a slider."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anybit.cli.run import class_name, normalization
+from anybit.cli.show import console
+from anybit.errors import MissingDependency
+from anybit.policy import Reading, parse_steps, read_machine
+
+if TYPE_CHECKING:
+    from anybit.serve.app import App
+
+
+def serve(
+    master: Annotated[Path, typer.Argument(help="A master, as anybit save writes it.")],
+    examples: Annotated[Path | None, typer.Option(help="A folder of pictures that the page offers.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 takes any free one.")] = 0,
+    steps: Annotated[str, typer.Option(help="Steps of policy battery: below so many percent at those widths.")] = "",
+    threads: Annotated[int | None, typer.Option(help="Threads that a run may use; all cores by default.")] = None,
+    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+) -> None:
+    """Serve a page on this machine where the model runs at any width, until interrupted.
+
+    Only who has the printed address can use it, and only from this machine. Pictures that are uploaded stay in memory.
+
+    Example: anybit serve model.onnx --examples images/
+    """
+    from anybit.serve.server import LiveServer
+
+    app = make_app(master, examples=examples, steps=steps, threads=threads)
+    with LiveServer(app, port=port) as server:
+        console.print(server.url, highlight=False, markup=False, soft_wrap=True)
+        console.print("ctrl-C ends it", highlight=False)
+        if open_page:
+            # Some browsers only return when they are closed.
+            threading.Thread(target=webbrowser.open, args=[server.url], daemon=True).start()
+        server.serve_forever()
+
+
+def make_app(master: Path, *, examples: Path | None = None, steps: str = "", threads: int | None = None) -> App:
+    """Return the page of a master, with names and normalization as the file tells them."""
+    from anybit.artifact.session import load
+    from anybit.serve.app import App
+    from anybit.serve.model import LiveModel
+    from anybit.serve.upload import read_examples
+
+    chosen = parse_steps(steps.split())
+    session = load(master, threads=threads)
+    about = session.master.header.about
+    model = LiveModel(session, name=functools.partial(class_name, about), **normalization(about, master))
+    return App(
+        model, steps=chosen, examples=() if examples is None else read_examples(examples), machine=this_machine()
+    )
+
+
+def this_machine() -> Reading | None:
+    """Return what the machine says about its battery, or nothing where psutil is not installed."""
+    try:
+        return read_machine()
+    except MissingDependency:
+        return None

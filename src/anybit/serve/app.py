@@ -1,0 +1,154 @@
+"""The routes of the page: each one a function from query and body to an answer. Nothing else can be reached."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from anybit.errors import SpecError
+from anybit.policy import BATTERY, Chooser, Reading, Step, battery
+from anybit.serve.answers import Answer, Refused, say
+from anybit.serve.model import LiveModel
+from anybit.serve.upload import LARGEST_UPLOAD, TYPES, Example
+from anybit.spec import FLOAT, Bits
+
+Query = Mapping[str, str]
+Route = Callable[[Query, bytes], Answer]
+
+WIDTHS = (*range(2, 9), FLOAT)
+MARGIN = 3.0
+"""Percent of charge above a border at which a wider width comes back, as `anybit run` has it."""
+
+_FILES = {
+    "": ("page.html", "text/html; charset=utf-8"),
+    "page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "page.css": ("page.css", "text/css; charset=utf-8"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
+}
+
+
+class App:
+    """The page of one model."""
+
+    def __init__(
+        self,
+        model: LiveModel,
+        *,
+        steps: tuple[Step, ...] = (),
+        examples: tuple[Example, ...] = (),
+        machine: Reading | None = None,
+    ) -> None:
+        self.model, self.examples, self.machine = model, examples, machine
+        self.steps = tuple(sorted(steps or BATTERY))
+        self.policy = battery(*self.steps)
+        self.routes: dict[str, tuple[str, Route]] = {
+            "about": ("GET", lambda query, body: say(self.about())),
+            "policy": ("GET", lambda query, body: self.choose(query)),
+            "footprint": ("GET", lambda query, body: self.footprint(query)),
+            "predict": ("POST", self.predict),
+        }
+        for route, (name, kind) in _FILES.items():
+            self.routes[route] = "GET", _fixed((Path(__file__).parent / name).read_bytes(), kind)
+        for i, example in enumerate(examples):
+            self.routes[f"examples/{i}"] = "GET", _fixed(example.data, example.kind)
+
+    def find(self, method: str, name: str) -> Route:
+        """Return the route of that name, or refuse."""
+        if name not in self.routes:
+            raise Refused(HTTPStatus.NOT_FOUND, "there is nothing at this address; open the page itself")
+        wanted, route = self.routes[name]
+        if method != wanted:
+            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"this address takes {wanted}, got {method}")
+        return route
+
+    def about(self) -> dict[str, Any]:
+        """Return what the page shows before any picture is there."""
+        machine = self.machine
+        widths = {width for step in self.steps for width in (step.bits.weights, step.bits.activations)}
+        return {
+            "name": self.model.session.master.path.name,
+            "shape": list(self.model.shape),
+            "classes": self.model.classes,
+            "widths": sorted(widths | set(WIDTHS)),
+            "examples": [example.name for example in self.examples],
+            "measured": _measured(self.model.session.master.header.about),
+            "steps": [{"percent": step.percent, "bits": str(step.bits)} for step in self.steps],
+            "margin": MARGIN,
+            "machine": None if machine is None else {"percent": machine.percent, "on_mains": machine.on_mains},
+            "limit": LARGEST_UPLOAD,
+            "types": sorted(TYPES.values()),
+        }
+
+    def predict(self, query: Query, body: bytes) -> Answer:
+        """Return what the network says about an uploaded picture."""
+        found = self.model.predict(body, bits_of(query))
+        return say(
+            {
+                **_pair(found.bits),
+                "guesses": [{"class": g.index, "label": g.label, "confidence": g.confidence} for g in found.guesses],
+                "milliseconds": 1000 * found.seconds,
+                "runs": found.runs,
+            }
+        )
+
+    def footprint(self, query: Query) -> Answer:
+        """Return the bytes that a pair of widths takes."""
+        bits = bits_of(query)
+        found = self.model.footprint(bits)
+        return say({**_pair(bits), "file_bytes": found.file_bytes, "resident_bytes": found.resident_bytes})
+
+    def choose(self, query: Query) -> Answer:
+        """Return what the policy chooses; `now` is what it chose before, if anything, so that it does not flap."""
+        chooser = Chooser(self.policy, margin=MARGIN)
+        if "now" in query:
+            chooser.bits = Bits.parse(query["now"][:20])
+        mains = query.get("mains")
+        if mains not in ("0", "1"):
+            raise SpecError(f"mains must be 0 or 1, got {mains!r}"[:80])
+        return say(_pair(chooser.choose(Reading(percent_of(query), mains == "1"))))
+
+
+def bits_of(query: Query) -> Bits:
+    """Return the pair of widths that a query names.
+
+    >>> str(bits_of({"weights": "4", "activations": "8"}))
+    'W4A8'
+    """
+    found = {}
+    for key in ("weights", "activations"):
+        text = query.get(key, "")
+        if not re.fullmatch(r"[0-9]{1,2}", text):
+            raise SpecError(f"{key} must be a width such as 8, got {text[:20]!r}")
+        found[key] = int(text)
+    return Bits(**found)
+
+
+def percent_of(query: Query) -> float:
+    """Return the charge that a query names.
+
+    >>> percent_of({"percent": "37.5"})
+    37.5
+    """
+    text = query.get("percent", "")
+    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) or float(text) > 100:
+        raise SpecError(f"percent must be a number from 0 to 100, got {text[:20]!r}")
+    return float(text)
+
+
+def _pair(bits: Bits) -> dict[str, Any]:
+    return {"bits": str(bits), "weights": bits.weights, "activations": bits.activations}
+
+
+def _fixed(body: bytes, kind: str) -> Route:
+    answer = Answer(body, kind)
+    return lambda query, body: answer
+
+
+def _measured(about: dict[str, Any]) -> dict[str, float]:
+    """Return the accuracies that the master tells; whatever else stands there is left out."""
+    found = about.get("measured")
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {k: float(v) for k, v in pairs if isinstance(v, int | float) and 0 <= v <= 1}
