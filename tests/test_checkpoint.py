@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from anybit.errors import CheckpointError, FileError
 from anybit.models import MODELS, build_model
-from anybit.train.checkpoint import FORMAT, load_model, load_weights, read_checkpoint, save_checkpoint
+from anybit.train.checkpoint import FORMAT, digest_of, load_model, load_weights, read_checkpoint, save_checkpoint
 
 ABOUT: dict[str, Any] = {
     "model": {"name": "small-conv", "channels": 1, "classes": 10, "width": 0.25},
@@ -324,3 +325,99 @@ def test_saving_over_the_file_that_was_read(path: Path) -> None:
     want = tensors["classifier.bias"] + 1
     save_checkpoint(path, model, about)
     assert torch.equal(load_model(path)[0].classifier.bias, want)
+
+
+# The checksum
+
+
+def test_a_flipped_bit_anywhere_in_the_weights_is_noticed(path: Path) -> None:
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    for position in range(8 + size, len(raw), 997):
+        damaged = bytearray(raw)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        refused(path, match="damaged, the checksum does not fit the contents")
+    assert len(raw) - size > 20 * 997
+    path.write_bytes(raw)
+    load_model(path)
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_checksum_and_loads(path: Path) -> None:
+    rewrite(path, lambda s: None)
+    assert same(state_of(load_model(path)[0]), state_of(make()))
+
+
+def test_a_checksum_under_another_name_is_not_overlooked(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"digest"', b'"digesT"'))
+    refused(path, match="unknown key 'digesT'")
+
+
+def test_the_checksum_sees_names_types_and_shapes() -> None:
+    x = torch.arange(6, dtype=torch.float32)
+    seen = [
+        digest_of({"a": x}),
+        digest_of({"b": x}),
+        digest_of({"a": x.view(2, 3)}),
+        digest_of({"a": x.view(torch.int32)}),
+        digest_of({"a": x[:3], "b": x[3:]}),
+        digest_of({"a": x}, "about"),
+    ]
+    assert len(set(seen)) == len(seen)
+    assert digest_of({"a": x.view(2, 3).t().contiguous().t()}) == digest_of({"a": x.view(2, 3)})
+
+
+# State dicts of PyTorch from elsewhere
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> Path:
+    torch.save(make().state_dict(), tmp_path / "model.pt")
+    return tmp_path / "model.pt"
+
+
+def test_a_state_dict_of_pytorch_fills_a_model(pickled: Path, tmp_path: Path) -> None:
+    torch.save({"epoch": 3, "state_dict": make().state_dict()}, tmp_path / "wrapped.pth")
+    for path in (pickled, tmp_path / "wrapped.pth"):
+        model = make(1)
+        assert load_weights(path, model) == {}
+        assert same(state_of(model), state_of(make()))
+    refused(pickled, match="the model has", width=0.5)
+
+
+def test_what_is_more_than_a_state_dict_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path(tmp_path / "boom").touch, ()
+
+    torch.save({**make().state_dict(), "bomb": Bomb()}, tmp_path / "bomb.pt")
+    refused(tmp_path / "bomb.pt", match="more than tensors in it")
+    assert not (tmp_path / "boom").exists()
+    torch.save(make(), tmp_path / "whole.pt")
+    refused(tmp_path / "whole.pt", match=r"more than tensors in it.*save model.state_dict\(\) again with torch.save")
+    torch.save([torch.zeros(3)], tmp_path / "list.pt")
+    refused(tmp_path / "list.pt", match="more than names and tensors in it")
+    torch.save({"a": 1}, tmp_path / "numbers.pt")
+    refused(tmp_path / "numbers.pt", match="more than names and tensors in it")
+    refused(tmp_path / "gone.pt", match="no such file; a state dict of PyTorch is expected here")
+
+
+def test_broken_files_of_pytorch(pickled: Path, tmp_path: Path) -> None:
+    raw = pickled.read_bytes()
+    for length in (0, 1, 100, len(raw) // 2, len(raw) - 1):
+        pickled.write_bytes(raw[:length])
+        refused(pickled, match="not a whole file of torch.save")
+    inside = raw.index(make().state_dict()["classifier.weight"].numpy().tobytes())
+    pickled.write_bytes(raw[:inside] + bytes([raw[inside] ^ 1]) + raw[inside + 1 :])
+    refused(pickled, match="is damaged at model/data/")
+    torch.save(make().state_dict(), pickled, _use_new_zipfile_serialization=False)
+    refused(pickled, match="not a whole file of torch.save")
+
+
+def test_a_packed_file_of_pytorch_is_not_unpacked(pickled: Path, tmp_path: Path) -> None:
+    """A kilobyte of zip can be a gigabyte of zeros."""
+    packed = tmp_path / "packed.pt"
+    with zipfile.ZipFile(pickled) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    refused(packed, match="is compressed")

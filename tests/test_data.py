@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anybit.data import Batches, Split, load_dataset
 from anybit.data.arrays import load_arrays
-from anybit.data.base import shift
+from anybit.data.base import Augment, shift
 from anybit.data.digits import load_digits
 from anybit.errors import DataError, MissingDependency
 
@@ -117,6 +117,49 @@ def test_what_makes_no_batches() -> None:
         Batches(numbered(0), 4)
     with pytest.raises(DataError, match="pass generator="):
         Batches(numbered(4), 4, augment=shift(1))
+
+
+@pytest.mark.parametrize("augment", [None, shift(1)])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_pass_without_its_first_batches_has_the_others(augment: Augment | None, shuffled: bool) -> None:
+    split = Split(torch.rand(23, 1, 4, 4, generator=seeded(1)), torch.arange(23))
+    if augment is not None and not shuffled:
+        pytest.skip("augmentation draws random numbers")
+    for done in range(7):
+        a, b = seeded(0), seeded(0)
+        whole = list(Batches(split, 4, generator=a if shuffled else None, augment=augment))
+        rest = list(Batches(split, 4, generator=b if shuffled else None, augment=augment).after(done))
+        assert len(rest) == max(0, 6 - done)
+        for (x, y), (u, v) in zip(rest, whole[done:], strict=True):
+            assert torch.equal(x, u)
+            assert torch.equal(y, v)
+        assert torch.equal(a.get_state(), b.get_state())  # and the next pass is the same too
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_share_every_batch(processes: int) -> None:
+    split = Split(torch.rand(23, 1, 4, 4, generator=seeded(1)), torch.arange(23))
+    whole = list(Batches(split, 7, generator=seeded(0), augment=shift(1)))
+    for rank in range(processes):
+        part = list(Batches(split, 7, generator=seeded(0), augment=shift(1), part=(rank, processes)))
+        for (x, y), (u, v) in zip(part, whole, strict=True):
+            assert torch.equal(x, u[rank::processes])
+            assert torch.equal(y, v[rank::processes])
+    for bad in ((processes, processes), (-1, processes), (0, 0)):
+        with pytest.raises(DataError, match="part is "):
+            Batches(split, 7, part=bad)
+
+
+def test_parts_and_checksums_of_a_split_in_memory() -> None:
+    split = numbered(9)
+    assert split.tensors() == (split.x, split.y)
+    assert split.fitting() is split
+    assert split.first(4).y.tolist() == [0, 1, 2, 3]
+    assert len(split.first(100)) == 9
+    others = [split.first(8), Split(split.x + 1, split.y), Split(split.x, split.y + 1), Split(split.x.T, split.y)]
+    assert len({split.digest(), *(other.digest() for other in others)}) == 5
+    assert split.digest() == numbered(9).digest()
+    assert load_digits().skipped == ()
 
 
 @pytest.mark.parametrize("pixels", [0, 1, 2])

@@ -26,7 +26,15 @@ from anybit.spec import Bits
 from anybit.train.checkpoint import load_model, read_checkpoint
 from anybit.train.clock import Clock, time_running
 from anybit.train.loop import fit, make_optimizer, model_shape, steps_of, train, validate
-from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe, load_recipe
+from anybit.train.recipe import (
+    DataRecipe,
+    ModelRecipe,
+    OptimizerRecipe,
+    PenaltyRecipe,
+    Recipe,
+    load_recipe,
+    parse_recipe,
+)
 from anybit.train.schedule import learning_rate
 from anybit.train.straight import DrawnWidth, fold, unfold
 
@@ -573,3 +581,21 @@ def test_processes_that_train_together_take_the_steps_of_one(tmp_path: Path) -> 
     assert done.stdout.count("refused: straight-through training runs in one process") == 2
     assert done.stdout.count("refused: data.batch = 227 leaves a last batch of 3 out of 230: 2 processes need two") == 2
     assert not (tmp_path / "bad").exists()
+
+
+def test_tensorboard_has_the_numbers_of_the_log_under_their_names(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    data = load_dataset("digits")
+    values = {
+        "name": "board", "epochs": 1, "model": {"name": "small-conv", "width": 0.25},
+        "data": {"name": "digits", "batch": 256}, "penalty": {"weight": 1e-3, "kurtosis": 0.1},
+    }  # fmt: skip
+    train(parse_recipe(values), data, tmp_path / "run", board=True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {k for k, v in lines[0].items() if v is not None and k != "step"}
+    for name in ("loss", "weight_norm", "kurtosis", "lr"):
+        seen = [(event.step, event.value) for event in events.Scalars(name)]
+        assert seen == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines]

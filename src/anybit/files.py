@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -12,6 +13,28 @@ from typing import Any
 
 from anybit.errors import FileError
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""How a system says that there is no room: a full disk, a used-up quota, a limit on the size of files."""
+
+
+def write_error(path: Path, error: OSError) -> FileError:
+    """Return what to tell somebody whose file could not be written."""
+    reason = error.strerror or str(error)
+    if error.errno not in FULL:
+        return FileError(f"{path}: cannot be written ({reason})")
+    return FileError(
+        f"{path}: cannot be written, there is no room in {path.parent} ({reason}); make some and start again; "
+        "what was written before is intact"
+    )
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, if they are not there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{path}: cannot make this folder ({error.strerror})") from error
+
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
@@ -20,10 +43,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     When the block raises, the file beside it is removed and `path` is as it was.
     """
     path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{path.parent}: cannot make this folder ({error.strerror})") from error
+    make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield beside
@@ -31,10 +51,17 @@ def replacing(path: str | Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         beside.replace(path)
     except OSError as error:
-        raise FileError(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise write_error(path, error) from error
     finally:
         with contextlib.suppress(OSError):  # what went wrong before is what the user should read
             beside.unlink(missing_ok=True)
+
+
+def discard_partial(path: Path) -> None:
+    """Remove what a process that was killed in the middle of `replacing` has left beside a file."""
+    for left in path.parent.glob(f".{path.name}.????????.partial"):
+        with contextlib.suppress(OSError):  # it takes room and does no harm otherwise
+            left.unlink()
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -129,7 +129,7 @@ def dataset_of(runs: Sequence[Run], *, examples: int | None = None) -> Dataset:
         _check_fit(run, dataset)
     if examples is None or examples >= len(dataset.test):
         return dataset
-    return replace(dataset, test=replace(dataset.test, x=dataset.test.x[:examples], y=dataset.test.y[:examples]))
+    return replace(dataset, test=dataset.test.first(examples))
 
 
 @torch.no_grad()

@@ -40,8 +40,8 @@ def bench(
     if data is not None:
         with needs_torch("anybit bench --data"):
             from anybit.data import load_dataset
-        test = load_dataset(data).test
-        labelled = test.x.numpy(), test.y.numpy()
+        x, y = load_dataset(data).test.fitting().tensors()
+        labelled = x.numpy(), y.numpy()
     session = load(master, threads=threads, keep=max(1, len(pairs)))
     with progress_bars() as start:
         advance = start("widths", len(pairs))

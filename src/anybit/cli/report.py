@@ -1,26 +1,38 @@
-"""`anybit report rows.json`: a page to look at."""
+"""`anybit report runs/mine`: a page to look at."""
 
 from __future__ import annotations
 
+import os
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from anybit.cli.show import console
+from anybit.report.measured import measured, told_apart
 from anybit.report.page import write_report
 from anybit.report.rows import read_rows
 
 
 def report(
-    rows: Annotated[Path, typer.Argument(help="A rows.json, or the run folder it is in.")],
-    out: Annotated[Path | None, typer.Option(help="The page. Default: report.html beside the rows.")] = None,
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or files of rows; several are put side by side.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page. Default: report.html beside the rows, of several runs in the folder of them all."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Turn measured rows into one self-contained HTML page.
+    """Turn what `anybit sweep` measured into one self-contained HTML page.
 
-    Example: anybit report runs/demo
+    Example: anybit report runs/digits-base-0 runs/digits-l1-0 --open
     """
-    path = rows / "rows.json" if rows.is_dir() else rows
-    page = out or path.parent / "report.html"
-    write_report(read_rows(path), page)
+    paths = list(dict.fromkeys(path / "rows.json" if path.is_dir() else path for path in runs))
+    found = told_apart([measured(read_rows(path), path) for path in paths], [str(path.parent) for path in paths])
+    page = out or Path(os.path.commonpath([path.parent.resolve() for path in paths])) / "report.html"
+    if out is None and len(found) == 1:
+        page = paths[0].parent / "report.html"
+    write_report(found, page)
     console.print(str(page), highlight=False, soft_wrap=True)
+    if show:
+        webbrowser.open(page.resolve().as_uri())

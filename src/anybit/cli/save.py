@@ -6,13 +6,16 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import console
 from anybit.spec import Bits
+
+if TYPE_CHECKING:
+    from anybit.data import Dataset
 
 
 def save(
@@ -46,14 +49,15 @@ def save(
     net = prepare(
         model, dataset.test.x[:2], input_range=dataset.input_range, per_channel=per_channel, helpers=helpers.split()
     )
-    test = dataset.test.x.numpy(), dataset.test.y.numpy()
+    x, y = dataset.test.fitting().tensors()
+    test = x.numpy(), y.numpy()
     graph, header = translate(net)
     about: dict[str, Any] = {
         **header.about,
         "training": known,
         "data": dataset.name,
         "classes": list(dataset.classes),
-        **pixels(dataset.name),
+        **pixels(dataset),
         "helpers": helpers.split(),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -77,13 +81,15 @@ def save(
     console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", highlight=False)
 
 
-def pixels(data: str) -> dict[str, Any]:
+def pixels(data: Dataset) -> dict[str, Any]:
     """Return how a data set's pixels were normalized, for those whose inputs are pictures."""
-    if data == "cifar10":
-        from anybit.data.cifar10 import MEAN, STD
+    from anybit.data import Lazy, cifar10, folder
 
-        return {"input": {"mean": list(MEAN), "std": list(STD)}}
-    return {"input": {"mean": [0.0], "std": [1.0]}} if data == "digits" else {}
+    if isinstance(data.test.x, Lazy):
+        return {"input": {"mean": list(folder.MEAN), "std": list(folder.STD)}}
+    if data.name == "cifar10":
+        return {"input": {"mean": list(cifar10.MEAN), "std": list(cifar10.STD)}}
+    return {"input": {"mean": [0.0], "std": [1.0]}} if data.name == "digits" else {}
 
 
 def accuracies(master: Path, pairs: list[Bits], x: Any, y: Any) -> dict[str, float]:

@@ -1,10 +1,11 @@
-"""`anybit sweep model.safetensors`: one set of weights at many widths."""
+"""`anybit sweep runs/mine`: one set of weights at many widths."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,12 +14,15 @@ from anybit.cli.show import accuracy_table, console, progress_bars
 from anybit.errors import CheckpointError, DataError
 from anybit.spec import Bits
 
+if TYPE_CHECKING:
+    from anybit.analysis.insight import Subject
+
 
 def sweep(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the run folder it is in.")],
     widths: Annotated[
         str, typer.Option(help="Pairs of widths, weights and activations, separated by blanks.")
-    ] = "FP W8A8 W6A6 W5A5 W4A4 W3A3 W2A2",
+    ] = "FP W8A8 W7A7 W6A6 W5A5 W4A4 W3A3 W2A2",
     data: Annotated[str | None, typer.Option(help="Another data set than the one it was trained on.")] = None,
     per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = False,
     asymmetric: Annotated[bool, typer.Option(help="Grids fitted to both ends of a range.")] = False,
@@ -27,7 +31,14 @@ def sweep(
     ] = "",
     ends: Annotated[str, typer.Option(help="First and last layers: same, 8-bit or float.")] = "same",
     plan: Annotated[bool, typer.Option(help="Print every quantization point and its range first.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file too.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The JSON file for the rows. Default for a run folder: rows.json in it.")
+    ] = None,
+    insight: Annotated[
+        bool,
+        typer.Option(help="Write insight.json beside the rows: all pairs of widths, layers, gradients, examples."),
+    ] = True,
+    examples: Annotated[int, typer.Option(help="The first so many test examples for the insight.", min=1)] = 1000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure test accuracy at many widths, quantized without data from batch-norm statistics.
@@ -36,13 +47,43 @@ def sweep(
     """
     pairs = [Bits.parse(word) for word in widths.split()]
     with needs_torch("anybit sweep"):
-        from anybit.data import Batches, load_dataset
+        from anybit.analysis.insight import measure_insight
+        from anybit.data import Batches
         from anybit.evaluate.sweep import sweep as run
         from anybit.provenance import origin
-        from anybit.quant.prepare import prepare
+        from anybit.report.insight import insight_path, write_insight
         from anybit.report.rows import RowFile, summarize, write_rows
-        from anybit.train.checkpoint import load_model
     path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
+    options = {"per_channel": per_channel, "symmetric": not asymmetric, "ends": ends}
+    subject = _subject(path, data, {**options, "helpers": helpers.split(",") if helpers else ()})
+    if plan and not as_json:
+        console.print(str(subject.net.plan), highlight=False, soft_wrap=True)
+    name, test = subject.dataset.name, Batches(subject.dataset.test, 512)
+    target = out or (checkpoint / "rows.json" if checkpoint.is_dir() else None)
+    made = {**origin(), "checkpoint_sha256": _digest(path), "settings": {**options, "helpers": helpers}}
+    with progress_bars() as start:
+        advance = start("widths", len(pairs))
+        rows = run(subject.net, test, widths=pairs, label=subject.label, seed=subject.seed, on_row=lambda _: advance(1))
+        if target is not None:
+            write_rows(target, RowFile(f"{path} on {name}", tuple(rows), made, _notes(made["settings"])))
+        if target is not None and insight:
+            beside = insight_path(target)
+            write_insight(beside, measure_insight(subject, examples=examples, origin=made, start=start))
+    if as_json:
+        typer.echo(json.dumps([row.to_dict() for row in rows], indent=1))
+        return
+    console.print(accuracy_table(f"test accuracy in %, {name}, n = {rows[0].n}", summarize(rows)))
+    for file in [target, *([insight_path(target)] if insight else [])] if target else []:
+        console.print(str(file), highlight=False, soft_wrap=True)
+
+
+def _subject(path: Path, data: str | None, options: dict[str, Any]) -> Subject:
+    """Load a checkpoint with its data and give it its width switch."""
+    from anybit.analysis.insight import Subject
+    from anybit.data import load_dataset
+    from anybit.quant.prepare import prepare
+    from anybit.train.checkpoint import load_model
+
     model, about = load_model(path)
     dataset = load_dataset(data or str(about.get("data", "")))
     seed = about.get("seed", 0)
@@ -54,30 +95,25 @@ def sweep(
             f"{data or dataset.name}: inputs of shape {dataset.shape} in {len(dataset.classes)} classes; "
             f"{path} is for images of {channels} channels in {classes} classes"
         )
-    net = prepare(
-        model,
-        dataset.test.x[:2],
-        input_range=dataset.input_range,
-        per_channel=per_channel,
-        symmetric=not asymmetric,
-        helpers=helpers.split(",") if helpers else (),
-        ends=ends,  # type: ignore[arg-type]  # prepare says what it can be
-    )
-    if plan and not as_json:
-        console.print(str(net.plan), highlight=False, soft_wrap=True)
-    with progress_bars() as start:
-        advance = start("widths", len(pairs))
-        rows = run(
-            net,
-            Batches(dataset.test, 512),
-            widths=pairs,
-            label=path.parent.name or path.stem,
-            seed=seed,
-            on_row=lambda _: advance(1),
-        )
-    if out is not None:
-        write_rows(out, RowFile(f"{path} on {dataset.name}", tuple(rows), origin()))
-    if as_json:
-        typer.echo(json.dumps([row.to_dict() for row in rows], indent=1))
-    else:
-        console.print(accuracy_table(f"test accuracy in %, {dataset.name}, n = {rows[0].n}", summarize(rows)))
+    net = prepare(model, dataset.test.x[:2], input_range=dataset.input_range, **options)
+    return Subject(net, model, dataset, path.resolve().parent.name or path.stem, seed)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _notes(settings: dict[str, Any]) -> tuple[str, ...]:
+    """Say in words what differs from the paper's settings.
+
+    >>> _notes({"per_channel": True, "symmetric": True, "ends": "same", "helpers": ""})
+    ('Quantized with: one scale per output channel.',)
+    """
+    words = [
+        "one scale per output channel" if settings["per_channel"] else "",
+        "" if settings["symmetric"] else "asymmetric grids",
+        "" if settings["ends"] == "same" else f"first and last layers: {settings['ends']}",
+        f"helpers: {settings['helpers']}" if settings["helpers"] else "",
+    ]
+    return (f"Quantized with: {', '.join(filter(None, words))}.",) if any(words) else ()

@@ -8,16 +8,26 @@ from typing import Annotated
 import typer
 
 from anybit.cli.needs import needs_torch
-from anybit.cli.show import console, progress_bars
-from anybit.errors import DataError, RecipeError, SpecError
+from anybit.cli.show import console, errors, progress_bars
+from anybit.errors import DataError, FileError, RecipeError, SpecError
 
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe in TOML; recipes/ has some.")],
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/NAME-SEED.")] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run was interrupted or killed.")] = False,
+    save_every: Annotated[
+        float, typer.Option(help="Seconds between two states that can be resumed; 0 is every step.", min=0.0)
+    ] = 60.0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too, under the same names.")
+    ] = False,
 ) -> None:
     """Train a network as a recipe says.
+
+    The state of the run is saved from time to time, and on ctrl-C (exit code 130) and SIGTERM (143). With --resume it
+    goes on from there; on a CPU the weights are the same as without the interruption, bit for bit.
 
     Example: anybit train recipes/digits-l1.toml --seed 1
     """
@@ -28,14 +38,26 @@ def train(
         from anybit.train.loop import steps_of
         from anybit.train.loop import train as run
         from anybit.train.recipe import load_recipe
+        from anybit.train.run import RunFolder
     plan = load_recipe(recipe)
     if seed is not None:
         plan = dataclasses.replace(plan, seed=seed)
     folder = out or Path("runs") / f"{plan.name}-{plan.seed}"
+    if not resume and (state := RunFolder(folder, plan).state).exists():
+        raise FileError(f"{state}: left by an unfinished run; go on with --resume, or delete it to start again")
     try:
         data = load_dataset(plan.data.name)
         with progress_bars() as start:
-            _, results = run(plan, data, folder, progress=start(plan.name, steps_of(plan, data)))
+            _, results = run(
+                plan,
+                data,
+                folder,
+                progress=start(plan.name, steps_of(plan, data)),
+                resume=resume,
+                save_every=save_every,
+                board=tensorboard,
+                say=lambda text: errors.print(text, markup=False, highlight=False, soft_wrap=True),
+            )
     except (DataError, SpecError) as error:  # a name or a size that only now proved wrong
         raise RecipeError(f"{recipe}: {error}") from error
     console.print(f"validation accuracy {100 * results['validation_accuracy']:.1f} %, in floating point")

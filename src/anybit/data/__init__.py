@@ -1,4 +1,4 @@
-"""Data sets: in memory, split once and for all into training, validation and test."""
+"""Data sets, split once and for all into training, validation and test: in memory, or decoded from a folder."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from anybit.data.arrays import load_arrays
-from anybit.data.base import Batches, Dataset, Split
+from anybit.data.base import Batches, Dataset, Lazy, Split
 from anybit.data.digits import load_digits
 from anybit.errors import DataError
 
-__all__ = ["DATASETS", "Batches", "Dataset", "Split", "load_dataset"]
+__all__ = ["DATASETS", "Batches", "Dataset", "Lazy", "Split", "load_dataset"]
 
 
 def _cifar10() -> Dataset:
@@ -26,11 +26,17 @@ DATASETS: dict[str, Callable[[], Dataset]] = {"digits": load_digits, "cifar10": 
 
 
 def load_dataset(name: str) -> Dataset:
-    """Return the data set of that name, or the one in that `.npz` file."""
+    """Return the data set of that name, the one in that `.npz` file, or the images in that folder."""
     if name in DATASETS:
         return DATASETS[name]()
     if name.endswith(".npz"):
         return load_arrays(Path(name))
+    if name and not Path(name).is_file() and (Path(name).is_dir() or len(Path(name).parts) > 1):
+        from anybit.data.folder import load_folder
+
+        return load_folder(Path(name))
     close = get_close_matches(name, DATASETS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise DataError(f"no data set {name!r}: use {', '.join(DATASETS)}, or the path of an .npz file{hint}")
+    raise DataError(
+        f"no data set {name!r}: use {', '.join(DATASETS)}, a folder of images, or the path of an .npz file{hint}"
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,42 @@ from anybit.errors import DataError, SpecError
 from anybit.evaluate.accuracy import kl_divergence, predict, score
 from anybit.quant.network import QuantizedNetwork
 from anybit.spec import Bits, Row
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a network says at one pair of widths, beside what it says in floating point and what is true."""
+
+    bits: Bits
+    logits: Tensor
+    reference: Tensor
+    labels: Tensor
+
+    def row(self, label: str, seed: int) -> Row:
+        """Return accuracy, loss and divergence from floating point."""
+        s = score(self.logits, self.labels)
+        kl = kl_divergence(self.reference, self.logits)
+        return Row(label, seed, self.bits.weights, self.bits.activations, s.accuracy, s.loss, s.n, kl)
+
+
+def predictions(
+    net: QuantizedNetwork, loader: Iterable[tuple[Tensor, Tensor]], widths: Iterable[Bits | tuple[int, int]]
+) -> Iterator[Prediction]:
+    """Give the logits of every example at each pair of widths; `loader` is gone through once more than there are pairs.
+
+    Afterwards the network is at the widths it was at before.
+    """
+    pairs = [w if isinstance(w, Bits) else Bits(*w) for w in widths]
+    if not pairs:
+        raise SpecError("a sweep needs at least one pair of widths, such as (8, 8)")
+    with net.at(weights=32, activations=32):
+        reference, labels = predict(net, loader)
+    for bits in pairs:
+        with net.at(weights=bits.weights, activations=bits.activations):
+            logits, again = predict(net, loader)
+        if not torch.equal(again, labels):
+            raise DataError("the loader gives other examples, or another order, each time; pass one without shuffling")
+        yield Prediction(bits, logits, reference, labels)
 
 
 def sweep(
@@ -27,20 +64,9 @@ def sweep(
     `loader` is gone through once per width, in the same order each time: do not shuffle. Afterwards the network is at
     the widths it was at before.
     """
-    pairs = [w if isinstance(w, Bits) else Bits(*w) for w in widths]
-    if not pairs:
-        raise SpecError("a sweep needs at least one pair of widths, such as (8, 8)")
-    with net.at(weights=32, activations=32):
-        reference, labels = predict(net, loader)
     rows = []
-    for bits in pairs:
-        with net.at(weights=bits.weights, activations=bits.activations):
-            logits, again = predict(net, loader)
-        if not torch.equal(again, labels):
-            raise DataError("the loader gives other examples, or another order, each time; pass one without shuffling")
-        s = score(logits, labels)
-        kl = kl_divergence(reference, logits)
-        row = Row(label, seed, bits.weights, bits.activations, s.accuracy, s.loss, s.n, kl)
+    for prediction in predictions(net, loader, widths):
+        row = prediction.row(label, seed)
         rows.append(row)
         if on_row is not None:
             on_row(row)

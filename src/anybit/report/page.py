@@ -1,37 +1,53 @@
-"""One self-contained HTML page from rows: it opens without a network and says where its numbers come from."""
+"""One self-contained HTML page from rows: it opens without a network and says where its numbers come from.
+
+The page is made of the files beside this one: `page.html` is the frame, `page.css` the looks, and the scripts draw and
+move. Everything measured goes in as JSON; what stands in a file of somebody else is shown as text and never run.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import json
+import statistics
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from anybit.errors import MissingDependency
+from anybit.errors import MissingDependency, SpecError
 from anybit.files import write_text
+from anybit.policy import BATTERY, FULL, Chooser, battery
+from anybit.report.insight import to_dict
+from anybit.report.measured import ALONE, Measured, group_seeds, grouped_rows
 from anybit.report.rows import RowFile, Summary, summarize
-from anybit.spec import FLOAT
+from anybit.spec import FLOAT, Bits, Row
 
-COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#a17900", "#495057")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "cross")
+SCRIPTS = ("model.js", "draw.js", "parts.js", "widths.js", "network.js", "examples.js", "page.js")
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --soft: #667080; --line: #d8dde3; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --paper: #14171a; --soft: #98a2ae; --line: #333a41; } }
-body { margin: 0 auto; max-width: 60rem; padding: 1.5rem; font: 1rem/1.5 system-ui, sans-serif;
-       color: var(--ink); background: var(--paper); }
-h1 { font-size: 1.6rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-p.origin { color: var(--soft); font-size: .875rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } .spread { color: var(--soft); font-size: .8125rem; }
-"""
+LARGEST = 6_000_000
+"""Bytes that a page may take; most of them are the drawing library."""
 
 
-def _family(summary: Summary) -> str:
-    """Return the chart that a measurement belongs to."""
-    bits = summary.bits
+def _part(name: str) -> str:
+    return resources.files("anybit.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _library() -> str:
+    try:
+        from plotly import offline
+    except ImportError as error:
+        raise MissingDependency("plotly", "report", "a report") from error
+    return str(offline.get_plotlyjs())
+
+
+def family(bits: Bits) -> str:
+    """Return the chart that a pair of widths belongs to.
+
+    >>> family(Bits(4, 4)), family(Bits(4, 32)), family(Bits(4, 8))
+    ('weights and activations', 'weights only', 'weights, with activations at 8 bits')
+    """
     if bits.weights == bits.activations:
         return "weights and activations"
     if bits.activations == FLOAT:
@@ -41,51 +57,74 @@ def _family(summary: Summary) -> str:
     return f"weights, with activations at {bits.activations} bits"
 
 
-def _width(summary: Summary) -> int:
-    return min(summary.bits.weights, summary.bits.activations) if summary.bits.activations == FLOAT or (
-        summary.bits.weights == FLOAT
-    ) else summary.bits.weights  # fmt: skip
+def width(bits: Bits) -> int:
+    """Return where a pair of widths stands in its chart.
+
+    >>> width(Bits(4, 8)), width(Bits(32, 8))
+    (4, 8)
+    """
+    return bits.activations if bits.weights == FLOAT else bits.weights
 
 
-def _figure(summaries: Sequence[Summary], labels: Sequence[str]) -> Any:
-    """Draw accuracy against width, one line per label, bars from the lowest to the highest seed."""
-    try:
-        from plotly import graph_objects
-    except ImportError as error:
-        raise MissingDependency("plotly", "report", "a report") from error
-    figure = graph_objects.Figure()
-    for index, label in enumerate(labels):
-        own = sorted((s for s in summaries if s.label == label and _width(s) != FLOAT), key=_width)
-        style = index % len(COLOURS)
-        figure.add_scatter(
-            x=[_width(s) for s in own],
-            y=[100 * s.mean for s in own],
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": [100 * (s.high - s.mean) for s in own],
-                "arrayminus": [100 * (s.mean - s.low) for s in own],
-            },
-            name=html.escape(label),
-            mode="lines+markers",
-            line={"color": COLOURS[style], "dash": DASHES[style], "width": 2},
-            marker={"symbol": MARKERS[style], "size": 8},
-            hovertemplate="%{x} bits: %{y:.1f} %<extra>" + html.escape(label) + "</extra>",
-        )
-    figure.update_layout(
-        xaxis={"title": "bits", "dtick": 1, "gridcolor": "rgba(128,128,128,.25)", "zeroline": False},
-        yaxis={"title": "test accuracy, %", "gridcolor": "rgba(128,128,128,.25)", "zeroline": False},
-        legend={"orientation": "h", "y": 1.12},
-        margin={"l": 60, "r": 20, "t": 40, "b": 50},
-        height=400,
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": "#808890", "size": 13},
-    )
-    return figure
+def _accuracy(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return one entry per label and pair of widths, mean and spread over seeds."""
+    entries = []
+    for s in summarize(rows):
+        own = [row for row in rows if (row.label, row.bits) == (s.label, s.bits)]
+        entry = {
+            "label": s.label,
+            "weights": s.bits.weights,
+            "activations": s.bits.activations,
+            "family": family(s.bits),
+            "width": width(s.bits),
+            "mean": s.mean,
+            "low": s.low,
+            "high": s.high,
+            "seeds": s.seeds,
+            "loss": statistics.fmean(row.loss for row in own),
+            "n": min(row.n for row in own),
+        }
+        entries.append(entry)
+    return entries
 
 
-def _table(summaries: Sequence[Summary], labels: Sequence[str]) -> str:
+def policy() -> dict[str, Any]:
+    """Return the battery policy of `anybit run`: its steps, its widths on mains, and the margin of its hysteresis."""
+    steps = [{"percent": step.percent, **dataclasses.asdict(step.bits)} for step in sorted(BATTERY)]
+    return {"steps": steps, "mains": dataclasses.asdict(FULL), "margin": Chooser(battery()).margin}
+
+
+def _payload(runs: Sequence[Measured], groups: dict[str, str]) -> dict[str, Any]:
+    return {
+        "accuracy": _accuracy(grouped_rows([run.file for run in runs], groups)),
+        "groups": groups,
+        "missing": list(dict.fromkeys(text for run in runs for text in run.missing)),
+        "policy": policy(),
+        "runs": [
+            {
+                "name": run.name,
+                "insight": to_dict(run.insight) if run.insight else None,
+                "curves": dataclasses.asdict(run.curves) if run.curves else None,
+            }
+            for run in runs
+        ],
+    }
+
+
+def script_json(value: Any) -> str:
+    r"""Return JSON that can stand inside a script element, whatever texts are in it.
+
+    >>> script_json({"a": "</script>&"})
+    '{"a":"\\u003c/script\\u003e\\u0026"}'
+    """
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _table(summaries: Sequence[Summary]) -> str:
+    labels = list(dict.fromkeys(s.label for s in summaries))
     found = {(s.label, s.bits): s for s in summaries}
     head = "".join(f"<th scope=col>{html.escape(label)}</th>" for label in labels)
     lines = [f"<tr><th scope=col>widths</th>{head}</tr>"]
@@ -93,53 +132,72 @@ def _table(summaries: Sequence[Summary], labels: Sequence[str]) -> str:
         cells = []
         for label in labels:
             s = found.get((label, bits))
-            spread = f" <span class=spread>{100 * s.low:.1f} to {100 * s.high:.1f}</span>" if s else ""
+            spread = f" <span class=spread>{100 * s.low:.1f} to {100 * s.high:.1f}</span>" if s and s.seeds > 1 else ""
             cells.append(f"<td>{100 * s.mean:.1f}{spread}</td>" if s else "<td></td>")
         lines.append(f"<tr><td>{bits}</td>{''.join(cells)}</tr>")
-    return f"<div class=scroll><table>{''.join(lines)}</table></div>"
+    table = f"<table>{''.join(lines)}</table>"
+    return f'<div class=scroll tabindex=0 role=region aria-label="The numbers">{table}</div>'
 
 
-def render(file: RowFile) -> str:
-    """Return the page as one string."""
-    summaries = summarize(file.rows)
-    labels = list(dict.fromkeys(s.label for s in summaries))
-    families: dict[str, list[Summary]] = {}
-    for summary in summaries:
-        families.setdefault(_family(summary), []).append(summary)
-    parts = [f"<h1>{html.escape(file.title)}</h1>", f"<p class=origin>{_origin(file)}</p>"]
-    parts += [f"<p>{html.escape(note)}</p>" for note in file.notes]
-    script: Any = True
-    for name, members in families.items():
-        if len({_width(s) for s in members} - {FLOAT}) < 2:
-            continue
-        parts.append(f"<h2>Accuracy against the width of {html.escape(name)}</h2>")
-        config = {"displayModeBar": False, "responsive": True}
-        parts.append(_figure(members, labels).to_html(full_html=False, include_plotlyjs=script, config=config))
-        script = False
-    parts += ["<h2>The numbers</h2>", "<p>Mean test accuracy in %, with the lowest and highest seed.</p>"]
-    parts.append(_table(summaries, labels))
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(file.title)}</title><style>{STYLE}</style>"
-    )
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+def _facts(origin: dict[str, Any]) -> list[str]:
+    machine = origin.get("machine", {}) if isinstance(origin.get("machine", {}), dict) else {}
+    return [
+        f"commit {origin.get('commit', 'unknown')}",
+        f"{machine.get('cores', '?')} cores of {machine.get('cpu', 'an unknown machine')}",
+        str(origin.get("date", "unknown date")),
+    ]
 
 
 def _origin(file: RowFile) -> str:
-    o = file.origin
-    machine = o.get("machine", {}) if isinstance(o.get("machine", {}), dict) else {}
+    """Say in one line where rows come from."""
     seeds = sorted({row.seed for row in file.rows})
     counts = sorted({row.n for row in file.rows})
-    facts = [
-        f"commit {o.get('commit', 'unknown')}",
-        f"seeds {', '.join(map(str, seeds))}",
-        f"n = {', '.join(map(str, counts))} test examples",
-        f"{machine.get('cores', '?')} cores of {machine.get('cpu', 'an unknown machine')}",
-        str(o.get("date", "unknown date")),
-    ]
-    return html.escape(" · ".join(facts))
+    commit, *others = _facts(file.origin)
+    n = f"n = {', '.join(map(str, counts))} test examples"
+    return " · ".join([commit, f"seeds {', '.join(map(str, seeds))}", n, *others])
 
 
-def write_report(file: RowFile, path: str | Path) -> None:
+def _origins(run: Measured) -> str:
+    """Say where everything about one run comes from, with the versions of the libraries."""
+    lines = [f"Rows: {_origin(run.file)}"]
+    if run.insight:
+        facts = [f"seed {run.insight.seed}", f"n = {run.insight.n} test examples of {run.insight.data}"]
+        lines.append(f"Insight: {' · '.join([*_facts(run.insight.origin), *facts])}")
+    versions = run.file.origin.get("versions", {})
+    if isinstance(versions, dict) and versions:
+        lines.append("Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f"<h3>{html.escape(run.file.title)}</h3><ul class=origin>{items}</ul>"
+
+
+def render(what: RowFile | Sequence[Measured]) -> str:
+    """Return the page as one string, of one file of rows or of several runs side by side."""
+    runs = [Measured(what, missing=(ALONE,))] if isinstance(what, RowFile) else list(what)
+    if not runs:
+        raise SpecError("a report needs at least one run")
+    files = [run.file for run in runs]
+    groups = group_seeds(files)
+    title = files[0].title if len(files) == 1 else "anybit: " + " and ".join(dict.fromkeys(groups.values()))
+    notes = dict.fromkeys(note for file in files for note in file.notes)
+    page = Template(_part("page.html")).substitute(
+        title=html.escape(title),
+        style=_part("page.css"),
+        origin="<br>".join(html.escape(line) for line in dict.fromkeys(map(_origin, files))),
+        notes="".join(f"<p>{html.escape(note)}</p>" for note in notes),
+        table=_table(summarize(grouped_rows(files, groups))),
+        origins="".join(map(_origins, runs)),
+        data=script_json(_payload(runs, groups)),
+        library=_library(),
+        script="\n".join(map(_part, SCRIPTS)),
+    )
+    if (size := len(page.encode())) > LARGEST:
+        raise SpecError(
+            f"a page of {len(runs)} runs would take {size / 1e6:.1f} MB, more than {LARGEST / 1e6:.0f}; "
+            "take fewer runs, or sweep some of them with --no-insight"
+        )
+    return page
+
+
+def write_report(what: RowFile | Sequence[Measured], path: str | Path) -> None:
     """Write the page, at once."""
-    write_text(path, render(file))
+    write_text(path, render(what))

@@ -1,8 +1,16 @@
-"""Weights on disk: safetensors with a small header that says which network they are for. No pickle."""
+"""Weights on disk: safetensors with a small header that says which network they are for. No pickle.
+
+The header carries a checksum over every byte, so that a flipped bit is an error and not another network.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +22,8 @@ from anybit.files import replacing
 from anybit.models import build_model
 
 FORMAT = "anybit-checkpoint/1"
+KEYS = frozenset({"format", "about", "digest"})
+PICKLED = (".pt", ".pth")
 
 
 def _safetensors() -> Any:
@@ -25,25 +35,42 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def save_checkpoint(path: str | Path, model: nn.Module, about: dict[str, Any]) -> None:
-    """Write the weights and buffers of `model`, and `about`: what `load_model` needs, and whatever else is known."""
-    state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
-    header = {"format": FORMAT, "about": json.dumps(about, allow_nan=False)}
+def digest_of(tensors: Mapping[str, Tensor], about: str = "") -> str:
+    """Return a checksum over a text and over the names, types, shapes and bytes of tensors, in whatever order.
+
+    >>> a, b = torch.zeros(2), torch.ones(2)
+    >>> digest_of({"a": a, "b": b}) == digest_of({"b": b, "a": a})
+    True
+    >>> digest_of({"a": a}) == digest_of({"a": -a})
+    False
+    """
+    total = hashlib.blake2b(about.encode(), digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        total.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor], about: dict[str, Any], *, kind: str) -> None:
+    """Write tensors and what is known about them, at once, with a checksum."""
+    text = json.dumps(about, allow_nan=False)
+    header = {"format": kind, "about": text, "digest": digest_of(tensors, text)}
     library = _safetensors()
     with replacing(path) as beside:
         try:
-            library.torch.save_file(state, str(beside), metadata=header)
+            library.torch.save_file(tensors, str(beside), metadata=header)
         except library.SafetensorError as error:
+            # What the system said, in the words of the library.
+            if (code := re.search(r"\b(?:os error|code:) (\d+)", str(error))) is not None:
+                raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
             raise CheckpointError(f"{path}: cannot be written ({error})") from error
 
 
-def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a checkpoint and what its header says; nothing is executed while reading."""
+def read_tensors(path: str | Path, *, kind: str, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a file and what its header says; nothing is executed while reading."""
     path = Path(path)
-    if path.is_dir():
-        raise CheckpointError(f"{path}: is a folder; a checkpoint (.safetensors) is expected here")
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; a checkpoint (.safetensors) is expected here")
+    _check_file(path, what)
     try:
         with _safetensors().safe_open(str(path), framework="pt") as file:
             header = file.metadata() or {}
@@ -52,24 +79,102 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{path}: not a whole safetensors file ({error}); train again or copy it again"
+            f"{path}: not a whole safetensors file ({_short(error)}); train again or copy it again"
         ) from error
-    if header.get("format") != FORMAT:
-        found = header.get("format", "no format at all")
-        raise CheckpointError(f"{path}: the header says {found!r}, this version reads {FORMAT!r}")
+    if header.get("format") != kind:
+        found = printable(header.get("format", "no format at all"), 40)
+        raise CheckpointError(f"{path}: the header says {found!r}, this version reads {kind!r}")
+    return tensors, _about(path, header, tensors)
+
+
+def _about(path: Path, header: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what the header says, if it and the tensors are what was written."""
     try:
         about = json.loads(header["about"])
     except (KeyError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the header cannot be read ({error}); save it again") from error
+        raise CheckpointError(f"{path}: the header cannot be read ({_short(error)}); save it again") from error
     if not isinstance(about, dict):
         raise CheckpointError(f"{path}: the header cannot be read (no table in it); save it again")
-    return tensors, about
+    if unknown := sorted(header.keys() - KEYS):
+        raise CheckpointError(f"{path}: the header cannot be read (unknown key {unknown[0][:40]!r}); save it again")
+    # Files of earlier versions have no checksum.
+    if "digest" in header and header["digest"] != digest_of(tensors, header["about"]):
+        raise CheckpointError(f"{path}: damaged, the checksum does not fit the contents; train again or copy it again")
+    return about
+
+
+def _check_file(path: Path, what: str) -> None:
+    if path.is_dir():
+        raise CheckpointError(f"{path}: is a folder; {what} is expected here")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; {what} is expected here")
+
+
+def _short(error: BaseException) -> str:
+    """Return the first line of an error that may quote a file at length."""
+    return printable((str(error) or type(error).__name__).partition("\n")[0], 200)
+
+
+def printable(text: str, length: int) -> str:
+    r"""Return a text out of a file so that it can be shown in a line.
+
+    >>> printable("a\x1d\nb" + 90 * "c", 5)
+    'a bcc'
+    """
+    return " ".join("".join(c if c.isprintable() else " " for c in text[: 2 * length]).split())[:length]
+
+
+def save_checkpoint(path: str | Path, model: nn.Module, about: dict[str, Any]) -> None:
+    """Write the weights and buffers of `model`, and `about`: what `load_model` needs, and whatever else is known."""
+    state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
+    write_tensors(path, state, about, kind=FORMAT)
+
+
+def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a checkpoint and what its header says; nothing is executed while reading."""
+    return read_tensors(path, kind=FORMAT, what="a checkpoint (.safetensors)")
+
+
+def read_pickled(path: str | Path) -> dict[str, Tensor]:
+    """Return the tensors of a state dict that `torch.save` wrote; whatever else is in such a file is refused."""
+    path = Path(path)
+    _check_file(path, "a state dict of PyTorch")
+    advice = "save model.state_dict() again with torch.save, or as safetensors"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # PyTorch packs nothing; a file that does may be a few bytes that unfold to fill the memory.
+            packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+            broken = None if packed else archive.testzip()
+    except Exception as error:
+        raise CheckpointError(f"{path}: not a whole file of torch.save ({_short(error)}); {advice}") from error
+    if packed or broken is not None:
+        what = "is compressed" if packed else f"is damaged at {printable(broken or '', 60)}"
+        raise CheckpointError(f"{path}: {what}; {advice}")
+    try:
+        # Mapped into memory, so that no tensor can claim more bytes than the file has.
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: more than tensors in it, or damaged ({_short(error)}); {advice}") from error
+    if isinstance(values, dict) and isinstance(values.get("state_dict"), dict):
+        values = values["state_dict"]
+    if not isinstance(values, dict) or not all(isinstance(k, str) and _plain(v) for k, v in values.items()):
+        raise CheckpointError(f"{path}: more than names and tensors in it; {advice}")
+    return dict(values)
+
+
+def _plain(value: object) -> bool:
+    if not isinstance(value, Tensor):
+        return False
+    return value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
 
 
 def load_weights(path: str | Path, model: nn.Module) -> dict[str, Any]:
-    """Fill `model` from a checkpoint and return what its header says; on any mismatch `model` stays as it is."""
-    tensors, about = read_checkpoint(path)
-    _check_fit(path, tensors, model.state_dict())
+    """Fill `model` from a checkpoint and return what its header says; on any mismatch `model` stays as it is.
+
+    A file that ends in `.pt` or `.pth` is read as a state dict of PyTorch, which says nothing more.
+    """
+    tensors, about = (read_pickled(path), {}) if Path(path).suffix in PICKLED else read_checkpoint(path)
+    check_fit(path, tensors, model.state_dict())
     model.load_state_dict(tensors)
     return about
 
@@ -82,19 +187,26 @@ def load_model(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
         with torch.device("meta"):  # shapes without memory: the header may ask for any size
             outline = build_model(**shape)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = f"{type(error).__name__}: {_short(error)}"
         raise CheckpointError(
             f"{path}: the header does not say which model it is for ({reason}); train it again"
         ) from error
-    _check_fit(path, tensors, outline.state_dict())
+    check_fit(path, tensors, outline.state_dict())
     model = build_model(**shape)
     model.load_state_dict(tensors)
     return model, about
 
 
-def _check_fit(path: str | Path, tensors: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+def check_fit(
+    path: str | Path,
+    tensors: dict[str, Tensor],
+    own: dict[str, Tensor],
+    *,
+    advice: str = "use a checkpoint of the same model and width",
+) -> None:
+    """Refuse tensors whose names, shapes or types are not those of `own`, or that are not finite."""
     problems = [f"lacks {name}" for name in own if name not in tensors]
-    problems += [f"has {name}, which the model lacks" for name in tensors if name not in own]
+    problems += [f"has {printable(name, 80)}, which the model lacks" for name in tensors if name not in own]
     problems += [
         f"{name} is {tuple(tensors[name].shape)}, the model has {tuple(own[name].shape)}"
         for name in own
@@ -113,7 +225,7 @@ def _check_fit(path: str | Path, tensors: dict[str, Tensor], own: dict[str, Tens
     ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise CheckpointError(f"{path}: {'; '.join(problems[:3])}{more}; use a checkpoint of the same model and width")
+        raise CheckpointError(f"{path}: {'; '.join(problem[:200] for problem in problems[:3])}{more}; {advice}")
 
 
 def _broken(tensor: Tensor) -> bool:

@@ -45,4 +45,5 @@ def time_running(ticks: Sequence[float]) -> float:
     13.0
     """
     gaps = [after - before for before, after in itertools.pairwise(ticks)]
-    return math.fsum(min(gap, LONGEST * statistics.median(gaps)) for gap in gaps)
+    longest = LONGEST * statistics.median(gaps) if gaps else 0.0
+    return math.fsum(min(gap, longest) for gap in gaps)

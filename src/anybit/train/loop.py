@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -25,11 +26,26 @@ from anybit.penalties.noise import UniformNoise
 from anybit.penalties.orthogonal import OrthogonalPenalty
 from anybit.penalties.schedule import last_epochs
 from anybit.quant.capture import evaluating
-from anybit.train.checkpoint import load_weights, save_checkpoint
+from anybit.train.board import Log, on_board
+from anybit.train.checkpoint import digest_of, load_model, load_weights, save_checkpoint
 from anybit.train.clock import Clock, EpochTime
 from anybit.train.memory import keep_freed_memory
 from anybit.train.place import OnDevice, Place, placed
 from anybit.train.recipe import OptimizerRecipe, PenaltyRecipe, Recipe
+from anybit.train.resume import (
+    EVERY,
+    Keeper,
+    Moving,
+    Position,
+    Saved,
+    Say,
+    Stop,
+    conditions,
+    differences,
+    finished,
+    identity,
+    read_state,
+)
 from anybit.train.run import RunFolder
 from anybit.train.schedule import learning_rate
 from anybit.train.straight import DrawnWidth, fold, unfold
@@ -95,55 +111,89 @@ def fit(
     log: Callable[..., None] | None = None,
     progress: Progress | None = None,
     place: Place | None = None,
+    keeper: Keeper | None = None,
 ) -> list[EpochTime]:
-    """Train `model` in place as the recipe says, on the training split only; return what each epoch took."""
+    """Train `model` in place as the recipe says, on the training split only; return what each epoch took.
+
+    With a `keeper` the run is saved on its way, and goes on from what was saved before.
+    """
     place = place or Place()
     generator = torch.Generator().manual_seed(recipe.seed)
     torch.manual_seed(recipe.seed)
     augment = data.augment if recipe.data.augment else None
-    batches = Batches(data.train, recipe.data.batch, generator=generator, augment=augment)
+    part = (place.rank, place.processes)
+    batches = Batches(data.train, recipe.data.batch, generator=generator, augment=augment, part=part)
     folded = fold(model, data, per_channel=recipe.quantize.per_channel) if recipe.quantize.widths else None
     network = place.joined(folded or model)
-    optimizer = make_optimizer(recipe.optimizer, network)
     penalized = DrawnWidth(folded, recipe.quantize.pairs) if folded else make_penalty(recipe.penalty, network)
     plain = GradientPenalty(network, norm=recipe.penalty.norm)
-    total = steps_of(recipe, data)
-    warmup = recipe.optimizer.warmup * len(batches)
-    times: list[EpochTime] = []
+    optimizer = make_optimizer(recipe.optimizer, network)
+    moving = Moving(network, optimizer, (penalized, plain), generator, generator.get_state())
+    at = Position() if keeper is None else keeper.start(moving, recipe, len(batches))
+    if progress is not None and (done := at.epoch * len(batches) + at.index):
+        progress(done)
     network.train()
-    for epoch in range(recipe.epochs):
-        on = epoch >= recipe.penalty.start
-        penalty = penalized if on else plain
+    while at.epoch < recipe.epochs:
         last = max(0, recipe.epochs - recipe.penalty.start)
-        penalized.factor = last_epochs(epoch, epochs=recipe.epochs, last=last, ramp=recipe.penalty.ramp)
-        clock = Clock()
-        for index, (x, y) in enumerate(batches):
-            number = epoch * len(batches) + index
-            rate = learning_rate(
-                number, steps=total, peak=recipe.optimizer.lr, warmup=warmup, shape=recipe.optimizer.schedule
-            )
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            step = _train_step(network, *place.share(x, y), optimizer, penalty)
-            clock.tick()
-            if log is not None:
-                log(
-                    step=number,
-                    epoch=epoch,
-                    lr=rate,
-                    loss=step.loss,
-                    weight_norm=None if math.isnan(step.weight_norm) else step.weight_norm,
-                    activation_norm=step.activation_norm,
-                    **step.terms,
-                    penalized=on and recipe.penalty.any,
-                )
-            if progress is not None:
-                progress(1)
-        times.append(clock.read())
+        penalized.factor = last_epochs(at.epoch, epochs=recipe.epochs, last=last, ramp=recipe.penalty.ramp)
+        penalty = penalized if at.epoch >= recipe.penalty.start else plain
+        at = _epoch(moving, penalty, at, batches, recipe, log=log, progress=progress, place=place, keeper=keeper)
     if folded is not None:
         unfold(folded.cpu(), model)
     model.eval()
-    return times
+    return list(at.times)
+
+
+def _epoch(
+    moving: Moving,
+    penalty: Penalty,
+    at: Position,
+    batches: Batches,
+    recipe: Recipe,
+    *,
+    log: Callable[..., None] | None,
+    progress: Progress | None,
+    place: Place,
+    keeper: Keeper | None,
+) -> Position:
+    """Take the steps of an epoch that are not done yet; return where the next one begins."""
+    moving.order = moving.generator.get_state()
+    clock = Clock()
+    for index, (x, y) in enumerate(batches.after(at.index), start=at.index):
+        number = at.epoch * len(batches) + index
+        rate = _set_rate(moving.optimizer, number, recipe, len(batches))
+        step = _train_step(moving.network, x.to(place.device), y.to(place.device), moving.optimizer, penalty)
+        clock.tick()
+        if log is not None:
+            log(
+                step=number,
+                epoch=at.epoch,
+                lr=rate,
+                loss=step.loss,
+                weight_norm=None if math.isnan(step.weight_norm) else step.weight_norm,
+                activation_norm=step.activation_norm,
+                **step.terms,
+                penalized=at.epoch >= recipe.penalty.start and recipe.penalty.any,
+            )
+        if progress is not None:
+            progress(1)
+        if keeper is not None:
+            keeper.after_step(moving, at, index + 1, clock)
+    return at.next_epoch(clock)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, number: int, recipe: Recipe, epoch: int) -> float:
+    """Give the optimizer the learning rate of a step; `epoch` is the number of steps in one."""
+    rate = learning_rate(
+        number,
+        steps=recipe.epochs * epoch,
+        peak=recipe.optimizer.lr,
+        warmup=recipe.optimizer.warmup * epoch,
+        shape=recipe.optimizer.schedule,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
 
 
 def _train_step(model: nn.Module, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, penalty: Penalty) -> Step:
@@ -154,13 +204,72 @@ def _train_step(model: nn.Module, x: Tensor, y: Tensor, optimizer: torch.optim.O
 
 
 def train(
-    recipe: Recipe, data: Dataset, folder: str | Path, *, progress: Progress | None = None
+    recipe: Recipe,
+    data: Dataset,
+    folder: str | Path,
+    *,
+    progress: Progress | None = None,
+    resume: bool = False,
+    save_every: float = EVERY,
+    say: Say | None = None,
+    board: bool = False,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Run a recipe from start to end; return the network and its full-precision validation score.
 
-    Leaves a run folder with the recipe, the seed, the origin, the log and the checkpoint.
+    Leaves a run folder with the recipe, the seed, the origin, the log and the checkpoint. On the way the state of the
+    run is saved there, and once more when SIGINT or SIGTERM asks it to stop.
+
+    Args:
+        recipe: What to train, and how.
+        data: What to train it on.
+        folder: Where the run folder is made. What an earlier run left there is replaced, unless `resume`.
+        progress: Called with the number of steps done since the last call.
+        resume: Go on from the state in the folder, if there is one; a finished run is returned as it is.
+        save_every: Seconds between two states; zero saves after every step.
+        say: Told where the run goes on and why it stops, a sentence at a time.
+        board: Write what goes into the log for TensorBoard too.
     """
     keep_freed_memory()
+    model, shape = _start(recipe, data)
+    with placed() as place, contextlib.ExitStack() as stack:
+        _check_shares(recipe, data, place)
+        tell = say if say is not None and place.leads else _nothing
+        run = RunFolder(folder, recipe)
+        if resume and (results := finished(run, leads=place.leads)) is not None:
+            tell(f"{run.path}: this run is finished; nothing is left to do")
+            return load_model(run.checkpoint)[0].eval(), results
+        here = functools.cache(functools.partial(identity, recipe, data, digest_of(model.state_dict()), place))
+        saved = _resumed(run.state, here, place, tell) if resume else None
+        run.kept = None if saved is None else saved.log
+        with Stop() as stop:
+            if place.leads:
+                stack.enter_context(run)
+            keeper = Keeper(run, here, place=place, every=save_every, saved=saved, stop=stop, say=tell)
+            log: Log | None = run.log if place.leads else None
+            if board and log is not None:
+                start = 0 if saved is None else saved.steps
+                log = stack.enter_context(on_board(run.path / "tensorboard", log, start=start))
+            times = fit(model, recipe, data, log=log, progress=progress, place=place, keeper=keeper)
+        results = validate(model, recipe, data, place=place)
+        model.cpu()
+        skipped = place.gathered(data.skipped)
+        if skipped:
+            tell(f"{len(skipped)} of the data's files could not be read; {run.summary} has their names")
+        if place.leads:
+            about = {"model": shape, "data": recipe.data.name, "seed": recipe.seed, "recipe": recipe.to_dict()}
+            save_checkpoint(run.checkpoint, model, {**about, **results})
+            seconds = {kind: [getattr(epoch, kind) for epoch in times] for kind in EpochTime._fields}
+            more = {"resumed_at": keeper.resumed, "skipped_files": skipped}
+            run.finish(results, epoch_seconds=seconds, **{key: list(found) for key, found in more.items() if found})
+    return model, results
+
+
+def _nothing(text: str) -> None:
+    pass
+
+
+def _start(recipe: Recipe, data: Dataset) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the network that a run starts from, and its shape."""
     torch.manual_seed(recipe.seed)
     if len(data.shape) != 3:
         raise SpecError(f"the models here take images (channels, height, width); the data has {data.shape}")
@@ -169,24 +278,19 @@ def train(
     if recipe.init is not None:
         load_weights(recipe.init, model)
     _check_fit(model, recipe, data)
-    with placed() as place, contextlib.ExitStack() as stack:
-        _check_shares(recipe, data, place)
-        run = stack.enter_context(RunFolder(folder, recipe)) if place.leads else None
-        times = fit(model, recipe, data, log=run.log if run else None, progress=progress, place=place)
-        results = validate(model, recipe, data, place=place)
-        about = {
-            "model": shape,
-            "data": recipe.data.name,
-            "seed": recipe.seed,
-            "recipe": recipe.to_dict(),
-            **results,
-        }
-        model.cpu()
-        if run is not None:
-            save_checkpoint(run.checkpoint, model, about)
-            seconds = {kind: [getattr(epoch, kind) for epoch in times] for kind in EpochTime._fields}
-            run.write_summary(results, epoch_seconds=seconds)
-    return model, results
+    return model, shape
+
+
+def _resumed(path: Path, here: Callable[[], dict[str, Any]], place: Place, say: Say) -> Saved | None:
+    """Return the state to go on from, and say what that means."""
+    saved = read_state(path, here)
+    if saved is None:
+        say(f"{path}: no such file, so there is nothing to resume; starting from the beginning")
+        return None
+    say(f"{path}: going on after step {saved.steps}")
+    if found := differences(saved.conditions, conditions(place)):
+        say(f"{'; '.join(found[:3])}: the weights may differ in their last digits from those of an uninterrupted run")
+    return saved
 
 
 def validate(model: nn.Module, recipe: Recipe, data: Dataset, *, place: Place | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,15 +28,16 @@ class Place:
         """Whether this is the process that writes files."""
         return self.rank == 0
 
-    def share(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this process's part of a batch, on its device.
+    def gathered(self, texts: Sequence[str]) -> list[str]:
+        """Return the texts of all processes, each once; all of them must ask.
 
-        >>> a, b = Place(rank=1, processes=3).share(torch.arange(8), torch.arange(8))
-        >>> a.tolist()
-        [1, 4, 7]
+        >>> Place().gathered(["b", "a", "b"])
+        ['a', 'b']
         """
-        part = slice(self.rank, None, self.processes)
-        return x[part].to(self.device), y[part].to(self.device)
+        parts: list[Sequence[str]] = [texts] * self.processes
+        if self.processes > 1:
+            dist.all_gather_object(parts, list(texts))
+        return sorted({text for part in parts for text in part})
 
     def joined(self, model: nn.Module) -> nn.Module:
         """Return the model on this device, its gradients averaged over all processes."""

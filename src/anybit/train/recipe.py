@@ -41,7 +41,7 @@ class ModelRecipe:
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """Which data: a known name, or the path of an .npz file."""
+    """Which data: a known name, the path of an .npz file, or a folder of images by class."""
 
     name: str
     batch: int = 64
@@ -123,7 +123,7 @@ class QuantizeRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run. The same recipe and seed give the same weights."""
+    """One training run. The same recipe, seed and number of threads give the same weights."""
 
     name: str
     epochs: int
@@ -131,7 +131,7 @@ class Recipe:
     data: DataRecipe
     seed: int = 0
     init: str | None = None
-    """A checkpoint to start from, instead of random weights."""
+    """A checkpoint to start from, or a state dict of PyTorch (.pt), instead of random weights."""
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
     penalty: PenaltyRecipe = field(default_factory=PenaltyRecipe)
     quantize: QuantizeRecipe = field(default_factory=QuantizeRecipe)

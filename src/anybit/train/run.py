@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
-from anybit.files import replacing, write_json
+from anybit.errors import FileError
+from anybit.files import discard_partial, make_folder, write_error, write_json
 from anybit.provenance import origin
 from anybit.train.recipe import Recipe
 
@@ -16,38 +19,118 @@ from anybit.train.recipe import Recipe
 class RunFolder:
     """Where one training run leaves what it did: `run.json`, `log.jsonl`, `model.safetensors`.
 
-    The log is written beside its target and renamed when the run ends, so that a folder with a `log.jsonl` holds a
-    whole one; what an interrupted run got to is kept as `log.partial`.
+    The log grows as `log.partial` and is renamed when the run ends, so that a folder with a `log.jsonl` holds a whole
+    one. While a run is on its way, `state.safetensors` holds what it needs to go on after an interruption.
+
+    Args:
+        path: The folder.
+        recipe: What is trained.
+        kept: How many bytes of the log belong to the state that the run goes on from; without it, it starts anew.
     """
 
-    def __init__(self, path: str | Path, recipe: Recipe) -> None:
+    def __init__(self, path: str | Path, recipe: Recipe, *, kept: int | None = None) -> None:
         self.path = Path(path)
         self.recipe = recipe
-        self._lines: list[str] = []
+        self.kept = kept
+        self._log: BinaryIO | None = None
 
     @property
     def checkpoint(self) -> Path:
         """Where the weights go."""
         return self.path / "model.safetensors"
 
+    @property
+    def state(self) -> Path:
+        """Where the state of an unfinished run goes."""
+        return self.path / "state.safetensors"
+
+    @property
+    def summary(self) -> Path:
+        """What is known about the run."""
+        return self.path / "run.json"
+
+    @property
+    def _partial(self) -> Path:
+        return self.path / "log.partial"
+
     def __enter__(self) -> RunFolder:
-        self.write_summary({})
+        make_folder(self.path)
+        try:
+            with contextlib.ExitStack() as stack:
+                self._log = stack.enter_context(self._locked())
+                for file in (self.checkpoint, self.state, self.summary):
+                    discard_partial(file)
+                if self.kept is None:  # first of all: a state without its log could not be gone on from
+                    self.state.unlink(missing_ok=True)
+                self.write_summary({})
+                self._cut(self.kept or 0)
+                stack.pop_all()
+        except OSError as error:
+            raise write_error(self._partial, error) from error
         return self
+
+    def _locked(self) -> BinaryIO:
+        """Open the log, unless another process is writing it."""
+        file = self._partial.open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise FileError(f"{self.path}: another process is training into this folder; use another one") from error
+        except OSError:  # a file system without locks
+            pass
+        return file
+
+    def _cut(self, size: int) -> None:
+        """Take back the lines of steps that will be taken again."""
+        assert self._log is not None
+        found = self._log.seek(0, os.SEEK_END)
+        if found < size:
+            raise FileError(
+                f"{self._partial}: has {found} bytes, the state was saved with {size}; put it back, or delete the "
+                "state and start again"
+            )
+        self._log.truncate(size)
 
     def write_summary(self, results: dict[str, Any], **more: Any) -> None:
         """Write `run.json`: the recipe, the seed, where and when it ran, and what came out so far."""
         values = {"recipe": self.recipe.to_dict(), "seed": self.recipe.seed, **origin(), "results": results, **more}
-        write_json(self.path / "run.json", values)
+        write_json(self.summary, values)
 
     def log(self, **values: Any) -> None:
         """Add one line to the log."""
-        self._lines.append(json.dumps(values))
+        assert self._log is not None
+        try:
+            self._log.write((json.dumps(values) + os.linesep).encode())
+        except OSError as error:
+            raise write_error(self._partial, error) from error
+
+    def sync(self) -> int:
+        """Bring the log to the disk; return its size in bytes."""
+        assert self._log is not None
+        try:
+            self._log.flush()
+            os.fsync(self._log.fileno())
+        except OSError as error:
+            raise write_error(self._partial, error) from error
+        return self._log.tell()
+
+    def finish(self, results: dict[str, Any], **more: Any) -> None:
+        """Leave a whole folder. Killed at any point in here, the run goes on from its state or is finished."""
+        self.sync()
+        self.write_summary(results, **more)
+        self.state.unlink(missing_ok=True)
+        self.finish_log()
+
+    def finish_log(self) -> None:
+        """Give the log of a finished run its name."""
+        if self._partial.is_file():
+            self._partial.replace(self.path / "log.jsonl")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        name = "log.jsonl" if kind is None else "log.partial"
-        with replacing(self.path / name) as beside, beside.open("w") as file:
-            file.writelines(line + os.linesep for line in self._lines)
-        if kind is None:
-            (self.path / "log.partial").unlink(missing_ok=True)
+        assert self._log is not None
+        # What is lost of the log here was not saved with a state either, and the first error is the one to read.
+        with contextlib.suppress(OSError):
+            self._log.close()

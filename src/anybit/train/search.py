@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from anybit.data import Dataset, Split
+from anybit.data import Dataset
 from anybit.errors import MissingDependency, NonFiniteError, SpecError
 from anybit.models import build_model
 from anybit.train.checkpoint import load_weights
@@ -175,13 +175,13 @@ def part_of(data: Dataset, share: float) -> Dataset:
     if not 0 < share <= 1:
         raise SpecError(f"the share of the training data is above 0 and at most 1, got {share}")
     n = max(1, round(share * len(data.train)))
-    return dataclasses.replace(data, train=Split(data.train.x[:n], data.train.y[:n]))
+    return dataclasses.replace(data, train=data.train.first(n))
 
 
 def track(recipe: Recipe, data: Dataset, knob: Knob, *, steps: int = TRACKED_STEPS) -> Tracked:
     """Take some steps of the recipe without the searched penalty and return what loss and penalty come to."""
     n = steps * recipe.data.batch
-    short = dataclasses.replace(data, train=Split(data.train.x[:n], data.train.y[:n]))
+    short = dataclasses.replace(data, train=data.train.first(n))
     off = recipe.changed({"epochs": 1, **{key: BARELY if key in TERM_KEYS else 0.0 for key in knob.keys}})
     lines: list[dict[str, Any]] = []
     fit(_start(off, data), off, short, log=lambda **values: lines.append(values), place=here())

@@ -195,7 +195,7 @@ def _plane(
     widths: Sequence[tuple[int, int]],
     generator: torch.Generator,
 ) -> Plane:
-    inputs, basis = dataset.test.x, directions(dataset.shape, generator)
+    (inputs, labels), basis = dataset.test.tensors(), directions(dataset.shape, generator)
     typical = float(torch.linalg.vector_norm((inputs - inputs.mean(0)).flatten(1), dim=1).median())
     reach = fitting_reach(nets[0], inputs[example], basis, typical)
     points = plane_points(inputs[example], basis, reach, SIDE)
@@ -204,7 +204,7 @@ def _plane(
         for weights, activations in widths:
             with net.at(weights=weights, activations=activations):
                 sections.append(look(net, names[len(sections)], points))
-    label = dataset.classes[int(dataset.test.y[example])]
+    label = dataset.classes[int(labels[example])]
     return Plane(case, example, label, reach, dataset.classes, tuple(sections))
 
 
