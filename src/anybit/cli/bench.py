@@ -56,8 +56,16 @@ def bench(
         typer.echo(json.dumps(record, indent=1))
         return
     table = Table(title=f"{master}, {threads} thread(s)", title_justify="left", title_style="bold")
-    heads = ("widths", "file MB", "memory MB", "ms at batch 1", "times FP", "inputs/s at batch 32", "times FP",
-             "accuracy in %")  # fmt: skip
+    heads = (
+        "widths",
+        "file MB",
+        "memory MB",
+        "ms, batch 1",
+        "times FP",
+        "inputs/s, batch 32",
+        "times FP",
+        "accuracy %",
+    )
     for head in heads:
         table.add_column(head, justify="left" if head == "widths" else "right")
     for gain in gains:
@@ -66,18 +74,18 @@ def bench(
             f"{gain.file_bytes / 1e6:.2f}",
             f"{gain.resident_bytes / 1e6:.1f}",
             f"{1000 * gain.latency:.2f}",
-            spread(gain.speedup),
+            ratio(gain.speedup),
             f"{gain.throughput:.0f}",
-            spread(gain.speedup_batch),
+            ratio(gain.speedup_batch),
             "" if gain.accuracy is None else f"{100 * gain.accuracy:.2f}",
         )
     console.print(table)
 
 
-def spread(ratio: tuple[float, float, float] | None) -> str:
-    """Return a ratio with its spread.
+def ratio(speedup: tuple[float, float, float] | None) -> str:
+    """Return a speed-up without its spread, which is in the JSON.
 
-    >>> spread((1.5, 1.25, 2.0))
-    '1.50 (1.25-2.00)'
+    >>> ratio((1.5, 1.25, 2.0))
+    '1.50'
     """
-    return "" if ratio is None else f"{ratio[0]:.2f} ({ratio[1]:.2f}-{ratio[2]:.2f})"
+    return "" if speedup is None else f"{speedup[0]:.2f}"

@@ -10,7 +10,7 @@ import typer
 
 from anybit.cli.show import console
 from anybit.errors import DataError, SpecError
-from anybit.policy import Chooser, Policy, battery, latency, measure, parse_steps, power, read_machine
+from anybit.policy import Chooser, Policy, Reading, battery, latency, measure, parse_steps, power, read_machine
 from anybit.spec import Bits
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 POLICIES = ("battery", "power", "latency", "fixed")
 CANDIDATES = (Bits(), Bits(8, 8), Bits(4, 8), Bits(4, 4))
+
+ASKING = ("battery", "power")
+"""The policies that ask the machine; the others need no psutil."""
 
 
 def run(
@@ -47,7 +50,7 @@ def run(
     about = session.master.header.about
     chooser = Chooser(find_policy(policy, session, bits=bits, steps=steps, milliseconds=milliseconds))
     for path, x in read_inputs(find_inputs(inputs), shapes[0], **normalization(about, master)):
-        wanted = chooser.choose(read_machine())
+        wanted = chooser.choose(read_machine() if policy in ASKING else Reading())
         if wanted != session.bits:
             session.set_bits(weights=wanted.weights, activations=wanted.activations)
         logits, used = session.run_with_bits(x)

@@ -27,7 +27,9 @@ def save(
     ] = "FP W8A8 W4A8 W4A4",
     data: Annotated[str | None, typer.Option(help="Another data set than the one it was trained on.")] = None,
     per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = False,
-    helpers: Annotated[str, typer.Option(help="Data-free helpers, separated by blanks, or all.")] = "",
+    helpers: Annotated[
+        str, typer.Option(help="Data-free helpers: equalize, bias, sums, clip, several with commas, or all.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
     """Write a checkpoint as a master: an ONNX file that runs at any width, without PyTorch.
@@ -37,6 +39,7 @@ def save(
     Example: anybit save runs/digits-l1-0 --out digits.onnx --store int8
     """
     pairs = [Bits.parse(word) for word in widths.split()]
+    chosen = helpers.replace(",", " ").split()
     with needs_torch("anybit save"):
         from anybit.artifact.master import write_master
         from anybit.data import load_dataset
@@ -46,9 +49,7 @@ def save(
     path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
     model, known = load_model(path)
     dataset = load_dataset(data or str(known.get("data", "")))
-    net = prepare(
-        model, dataset.test.x[:2], input_range=dataset.input_range, per_channel=per_channel, helpers=helpers.split()
-    )
+    net = prepare(model, dataset.test.x[:2], input_range=dataset.input_range, per_channel=per_channel, helpers=chosen)
     x, y = dataset.test.fitting().tensors()
     test = x.numpy(), y.numpy()
     graph, header = translate(net)
@@ -58,7 +59,7 @@ def save(
         "data": dataset.name,
         "classes": list(dataset.classes),
         **pixels(dataset),
-        "helpers": helpers.split(),
+        "helpers": chosen,
     }
     with tempfile.TemporaryDirectory() as folder:
         trial = Path(folder) / "model.onnx"

@@ -55,7 +55,7 @@ def sweep(
         from anybit.report.rows import RowFile, summarize, write_rows
     path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
     options = {"per_channel": per_channel, "symmetric": not asymmetric, "ends": ends}
-    subject = _subject(path, data, {**options, "helpers": helpers.split(",") if helpers else ()})
+    subject = _subject(path, data, {**options, "helpers": helpers.replace(",", " ").split()})
     if plan and not as_json:
         console.print(str(subject.net.plan), highlight=False, soft_wrap=True)
     name, test = subject.dataset.name, Batches(subject.dataset.test, 512)
