@@ -130,6 +130,17 @@ def test_run_on_a_machine_without_a_battery(master: Path, pictures: Path, monkey
     assert call(run, master, "--input", pictures / "a.png", "--policy", "power").output[:3] == "FP "
 
 
+def test_a_fixed_width_does_not_ask_the_machine(master: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Reading:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("anybit.cli.run.read_machine", nobody)
+    said = call(run, master, "--input", pictures / "a.png", "--policy", "fixed", "--bits", "W4A8", "--json")
+    assert [line["bits"] for line in lines(said)] == ["W4A8"]
+    with pytest.raises(AssertionError, match="asked"):
+        call(run, master, "--input", pictures / "a.png", "--policy", "battery")
+
+
 def test_names_and_normalization_come_from_the_master(tmp_path: Path, pictures: Path) -> None:
     about = {"classes": ["cat", "dog", "cow"], "input": {"mean": [0.5], "std": [0.2]}}
     write_master(tmp_path / "m.onnx", MODEL, header_with(about=about))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from anybit.analysis.figures.first_order import correlation, induced_loss
 from anybit.analysis.figures.gradient_norms import gradient_norms
-from anybit.analysis.figures.request import Start, quiet
+from anybit.analysis.progress import Start, quiet
 from anybit.data import Batches, Dataset, Split
 from anybit.errors import SpecError
 from anybit.evaluate.accuracy import evaluate

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybit.analysis.progress import Start, quiet
 from anybit.data import Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, FileError
 from anybit.models import build_model
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.prepare import prepare
 from anybit.train.checkpoint import load_model
-from anybit.train.loop import fit, model_shape
+from anybit.train.loop import fit, model_shape, steps_of
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, Recipe
 
 TABLE = Path("runs/table1-laptop")
@@ -143,12 +144,12 @@ def _check_fit(run: Run, dataset: Dataset) -> None:
         raise DataError(f"{run.path}: tells {logits.shape[1]} classes apart, {run.data} has {len(dataset.classes)}")
 
 
-def small_run(*, seed: int = 0) -> tuple[Run, Dataset]:
+def small_run(*, seed: int = 0, start: Start = quiet) -> tuple[Run, Dataset]:
     """Train a small network on digits and return it with its data."""
     recipe = replace(SMALL, seed=seed)
     dataset = load_dataset(recipe.data.name)
     torch.manual_seed(seed)
     model = build_model(**model_shape(recipe, dataset))
-    fit(model, recipe, dataset)
+    fit(model, recipe, dataset, progress=start("training a small network", steps_of(recipe, dataset)))
     run = Run(Path("trained on the spot"), PLAIN, seed, recipe.data.name, model, recipe.to_dict())
     return run, dataset

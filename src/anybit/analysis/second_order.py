@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anybit.analysis.progress import Start, quiet
 from anybit.errors import MissingDependency, SpecError
 from anybit.penalties.select import quantizable_weights
 from anybit.quant.capture import evaluating
@@ -189,6 +190,7 @@ def second_order(
     sizes: Sequence[int] = SIZES,
     layers: Sequence[str] | None = None,
     seed: int = 0,
+    start: Start = quiet,
 ) -> list[SecondOrder]:
     """Enclose the worst second-order term for random sets of weights, by default of the first and the last layer."""
     weights = quantizable_weights(model)
@@ -198,6 +200,7 @@ def second_order(
     if unknown := [name for name in names if name not in weights]:
         raise SpecError(f"no weight {unknown[0]!r}; the weights are {', '.join(weights)}")
     rows = []
+    advance = start("sets of weights", len(names) * len(sizes))
     for name, wanted in itertools.product(names, sizes):
         generator = torch.Generator().manual_seed(seed)
         weight = weights[name]
@@ -206,6 +209,7 @@ def second_order(
             gradient, hessian = hessian_block(loss(model), weight, index)
         delta = float(make_grid(*min_max(weight.detach()), QuantSpec(bits)).scale) / 2
         rows.append(enclose(name.removesuffix(".weight"), gradient.double(), hessian.double(), delta, generator))
+        advance(1)
     return rows
 
 

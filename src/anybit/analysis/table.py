@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from anybit.analysis.progress import Start, quiet
 from anybit.analysis.table_rows import IMAGENET_ROWS, IMAGENET_WIDTHS, ROWS, WIDTHS, TableRow
 from anybit.data import Batches, Dataset, Split, load_dataset
 from anybit.errors import DataError, FileError, RecipeError, SpecError
@@ -127,12 +128,14 @@ def run_table(
     rows: Sequence[TableRow],
     again: bool = False,
     say: Say = print,
+    start: Start = quiet,
 ) -> None:
     """Train, search and measure what is missing, in the order given; stop it at any time and call it again.
 
     With `again` everything is measured anew, from the checkpoints that are there.
     """
     data: Dataset | None = None
+    advance = start("rows", len(networks) * len(seeds) * len(rows))
     for network in networks:
         tune = table.recipe(network, "tune")
         if data is None or data.name != tune.data.name:
@@ -143,6 +146,7 @@ def run_table(
                 recipe = row_recipe(table, network, seed, row, data, say)
                 _train_row(table, network, seed, row, recipe, data, say)
                 _measure_row(table, network, seed, row, recipe, data, again, say)
+                advance(1)
 
 
 def _load(name: str) -> Dataset:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybit.cli.show import console
+from anybit.cli.show import console, progress_bars
 from anybit.errors import DataError, SpecError
 
 if TYPE_CHECKING:
@@ -37,7 +37,12 @@ def adopt(
     feeds = None
     if calibrate is not None:
         name, shape = one_input(read_plain(model), model)
-        feeds = [{name: x} for _, x in read_inputs(find_inputs(calibrate), shape, **normal)]
+        files, feeds = find_inputs(calibrate), []
+        with progress_bars() as start:
+            advance = start("pictures", len(files))
+            for _, x in read_inputs(files, shape, **normal):
+                feeds.append({name: x})
+                advance(1)
     run(model, out, calibration=feeds, per_channel=per_channel, store=store, about={"input": normal})
     console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", highlight=False)
 

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from anybit.cli.needs import needs_torch
-from anybit.cli.show import console
+from anybit.cli.show import console, progress_bars
 
 
 class Part(StrEnum):
@@ -81,7 +81,8 @@ def appendix(
     with needs_torch("anybit appendix"):
         from anybit.analysis.appendices import appendix_rows
         from anybit.provenance import origin
-    rows = [dataclasses.asdict(row) for row in appendix_rows(part.value, run=run, seed=seed)]
+    with progress_bars() as start:
+        rows = [dataclasses.asdict(row) for row in appendix_rows(part.value, run=run, seed=seed, start=start)]
     if as_json:
         typer.echo(json.dumps({"appendix": part.value, "seed": seed, "rows": rows, "origin": origin()}, indent=1))
         return

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from anybit.cli.needs import needs_torch
-from anybit.cli.show import console, errors
+from anybit.cli.show import console, errors, progress_bars
 from anybit.errors import SpecError
 
 
@@ -37,14 +37,16 @@ def reproduce(
         from anybit.analysis.table_show import write_table
     table = find_table(what, scale, recipes=recipes, runs=runs, results=results)
     if not show:
-        run_table(
-            table,
-            networks=network or table.networks,
-            seeds=[_seed(word) for word in seeds.split(",")],
-            rows=[table.row(name) for name in row] if row else table.rows,
-            again=again,
-            say=lambda line: (errors if as_json else console).print(line, highlight=False, soft_wrap=True),
-        )
+        with progress_bars() as start:
+            run_table(
+                table,
+                networks=network or table.networks,
+                seeds=[_seed(word) for word in seeds.split(",")],
+                rows=[table.row(name) for name in row] if row else table.rows,
+                again=again,
+                say=lambda line: (errors if as_json else console).print(line, highlight=False, soft_wrap=True),
+                start=start,
+            )
     text, path = write_table(table)
     if as_json:
         typer.echo(json.dumps(read_entries(table.file), indent=1))

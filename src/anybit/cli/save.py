@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anybit.cli.needs import needs_torch
-from anybit.cli.show import console
+from anybit.cli.show import console, progress_bars
 from anybit.spec import Bits
 
 if TYPE_CHECKING:
@@ -61,12 +62,12 @@ def save(
         **pixels(dataset),
         "helpers": chosen,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        trial = Path(folder) / "model.onnx"
-        for name, way in {"measured": store, "measured_from_fp32": "fp32"}.items():
-            if name == "measured" or store == "int8":
-                write_master(trial, graph, replace(header, store=way))
-                about[name] = accuracies(trial, pairs, *test)
+    ways = {"measured": store, **({"measured_from_fp32": "fp32"} if store == "int8" else {})}
+    with tempfile.TemporaryDirectory() as folder, progress_bars() as start:
+        advance = start("widths", len(ways) * len(pairs))
+        for name, way in ways.items():
+            write_master(Path(folder) / "model.onnx", graph, replace(header, store=way))
+            about[name] = accuracies(Path(folder) / "model.onnx", pairs, *test, advance=advance)
     write_master(out, graph, replace(header, store=store, about=about))
     if as_json:
         measured = {key: about[key] for key in ("measured", "measured_from_fp32") if key in about}
@@ -93,10 +94,13 @@ def pixels(data: Dataset) -> dict[str, Any]:
     return {"input": {"mean": [0.0], "std": [1.0]}} if data.name == "digits" else {}
 
 
-def accuracies(master: Path, pairs: list[Bits], x: Any, y: Any) -> dict[str, float]:
+def accuracies(master: Path, pairs: list[Bits], x: Any, y: Any, *, advance: Callable[[int], None]) -> dict[str, float]:
     """Return the accuracy of a master at each pair of widths."""
     from anybit.artifact.bench import accuracy_at
     from anybit.artifact.session import load
 
-    session = load(master, keep=1)
-    return {str(bits): accuracy_at(session, bits, x, y) for bits in pairs}
+    session, found = load(master, keep=1), {}
+    for bits in pairs:
+        found[str(bits)] = accuracy_at(session, bits, x, y)
+        advance(1)
+    return found

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from anybit.cli.needs import needs_torch
-from anybit.cli.show import console, errors
+from anybit.cli.show import console, errors, progress_bars
 from anybit.errors import DataError, RecipeError, SpecError
 
 
@@ -45,22 +45,29 @@ def search(
         from anybit.files import write_json
         from anybit.provenance import origin
         from anybit.train.recipe import load_recipe
-        from anybit.train.search import Knob
+        from anybit.train.search import RATIOS, Knob
         from anybit.train.search import search as run
     plan = load_recipe(recipe)
     knob = Knob(tuple(_words(vary)), tuple(_number(word) for word in _words(values or "")))
     try:
         data = load_dataset(plan.data.name)
-        found = run(
-            plan,
-            data,
-            knob,
-            storage=storage,
-            epochs=epochs,
-            share=share,
-            tolerance=tolerance / 100,
-            on_trial=lambda value, accuracy: errors.print(f"{value:g}: {100 * accuracy:.2f} %", highlight=False),
-        )
+        with progress_bars() as start:
+            advance = start("trials", len(knob.values or RATIOS) + (knob.aim == "strongest"))
+
+            def on_trial(value: float, accuracy: float) -> None:
+                errors.print(f"{value:g}: {100 * accuracy:.2f} %", highlight=False)
+                advance(1)
+
+            found = run(
+                plan,
+                data,
+                knob,
+                storage=storage,
+                epochs=epochs,
+                share=share,
+                tolerance=tolerance / 100,
+                on_trial=on_trial,
+            )
     except (DataError, SpecError) as error:
         raise RecipeError(f"{recipe}: {error}") from error
     record = {**found.to_dict(), "recipe": plan.to_dict(), "origin": origin()}

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from anybit.analysis.progress import Start, quiet
 from anybit.analysis.runs import Run, dataset_of, load_runs
 from anybit.data import Batches, Dataset
 from anybit.errors import SpecError
 from anybit.spec import Bits
 
-Start = Callable[[str, int], Callable[[int], None]]
-"""Starts a progress bar of so many steps; returns what moves it on."""
-
 BITS = Bits(4, 4)
 
 BATCH = 100
 """Test examples per batch, where a figure has one point for each."""
-
-
-def quiet(name: str, total: int) -> Callable[[int], None]:
-    """Start no progress bar."""
-    return lambda steps: None
 
 
 @dataclass(frozen=True)
