@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate bench-scale soak docs setup clean
+.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate soak docs setup clean
 
 demo: $(READY)
 	@$(BIN)/anybit demo
@@ -39,9 +39,6 @@ docs: $(READY)
 
 soak: $(READY)
 	@$(BIN)/python benchmarks/soak.py
-
-bench-scale: $(READY)
-	@$(BIN)/python benchmarks/scale.py
 
 setup: $(READY)
 
