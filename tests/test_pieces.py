@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anybit.penalties.pieces import PIECE, extrapolate_, gated, l1_norm, pieces, signs, signs_and_l1
 
-BIG = (4, 32, 64, 65)  # more than four pieces, and not a whole number of them
+BIG = (16, 32, 64, 65)  # more than four pieces, and not a whole number of them
 
 
 def layouts() -> dict[str, Tensor]:
@@ -63,11 +63,11 @@ def test_pieces_cover_every_entry_once_in_place() -> None:
 
 
 def test_a_view_into_a_larger_tensor_leaves_the_rest_alone() -> None:
-    whole = torch.ones(6, 32, 64, 65)
-    part, ones = whole[1:5], torch.ones(BIG, dtype=torch.int8)
+    whole = torch.ones(18, 32, 64, 65)
+    part, ones = whole[1:17], torch.ones(BIG, dtype=torch.int8)
     gated(part, ones, ones, 1.0, out=part)
-    assert torch.equal(whole[1:5], torch.full(BIG, 2.0))
-    assert torch.equal(whole[::5], torch.ones(2, 32, 64, 65))
+    assert torch.equal(whole[1:17], torch.full(BIG, 2.0))
+    assert torch.equal(whole[::17], torch.ones(2, 32, 64, 65))
 
 
 def test_not_a_number_stays_visible_in_the_norm() -> None:

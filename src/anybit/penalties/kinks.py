@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.penalties.pieces import gated, signs
+from anybit.penalties.pieces import gated
 from anybit.penalties.taps import Function, spellings
 
 
@@ -56,13 +56,14 @@ class Masked(Kink):
 class Rectified(Kink):
     """ReLU: `x` where positive, zero elsewhere; the memo is one byte per entry, one where positive.
 
-    PyTorch multiplies a float by a boolean tensor many times slower than it converts bytes and multiplies floats.
+    PyTorch converts floats to booleans faster than it compares them, and multiplies a float by a boolean tensor many
+    times slower than it converts bytes and multiplies floats.
     """
 
     def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Note which entries came through."""
         out = func(*args, **kwargs)
-        return out, signs(out.detach())
+        return out, out.detach().to(torch.bool).view(torch.int8)
 
     def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Let the same entries through."""
@@ -87,7 +88,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gate,) = ctx.saved_tensors
-        return gate.to(grads[0].dtype).mul_(grads[0]), None, None, None, None
+        return gated(grads[0], gate, None, 0.0, out=torch.empty_like(grads[0])), None, None, None, None
 
 
 class Leaky(Masked):
