@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from anybit.errors import NonFiniteError, PenaltyError
 from anybit.penalties.gradient import GradientPenalty
+from anybit.penalties.kurtosis import KurtosisPenalty
+from anybit.penalties.noise import UniformNoise
 
 STRONG = {"weight": 1e-2, "activation": 1e-2}
 
@@ -65,6 +68,42 @@ def test_gradient_accumulation_adds_up() -> None:
     for seed in range(3):
         penalty.backward(loss_of(model, seed=seed))
     torch.testing.assert_close(flat(grads(model)), sum(parts), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale": "range"}, {"objective": "worst-case"}], ids=str)
+def test_a_batch_in_parts_has_the_gradient_of_the_whole(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Net(norm=False)
+    x, y = batch(15)
+    whole = GradientPenalty(model, **STRONG, **settings).backward(lambda: F.cross_entropy(model(x), y))
+    wanted = flat(grads(model))
+    model.zero_grad()
+    sizes, parts = [7, 4, 4], []
+    for part, labels in zip(x.split(sizes), y.split(sizes), strict=True):
+        parts.append(lambda a=part, b=labels: F.cross_entropy(model(a), b) * (len(a) / 15))
+    step = GradientPenalty(model, **STRONG, **settings).backward(parts)
+    assert step.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert step.weight_norm == pytest.approx(whole.weight_norm, rel=1e-4)
+    assert step.activation_norm == pytest.approx(whole.activation_norm, rel=1e-4)
+    if "scale" not in settings:  # there the range of an activation is that of its part
+        close(flat(grads(model)), wanted)
+
+
+def test_parts_see_one_step_of_everything_else() -> None:
+    torch.manual_seed(0)
+    model = Net(drop=0.5)
+    parts = [loss_of(model, seed=seed) for seed in range(2)]
+    penalty = GradientPenalty(model, **STRONG) + KurtosisPenalty(model, strength=0.1) + UniformNoise(model)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    step = penalty.backward(parts)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    assert int(model.norm.num_batches_tracked) == 2  # once for each part
+    assert set(step.terms) == {"kurtosis"}
+    for bad in ([], [1.0], 1.0):
+        with pytest.raises(PenaltyError, match="takes a function that returns the loss, or a list"):
+            penalty.backward(bad)  # type: ignore[arg-type]
+    with pytest.raises(PenaltyError, match="double backward takes a batch at once"):
+        GradientPenalty(model, **STRONG, engine="double-backward").backward(parts)
 
 
 def test_clipping_sees_the_whole_gradient() -> None:

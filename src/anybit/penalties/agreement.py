@@ -53,7 +53,7 @@ def measure_agreement(request: Request, closure: Closure) -> Agreement:
             return torch.cat([_flat(p) for p in parameters])
 
         plain = gradient(lambda: _plain(closure))
-        fast = gradient(lambda: two_pass(request, closure)) - plain
+        fast = gradient(lambda: two_pass(request, [closure])) - plain
         reference = "double backward"
         try:
             slow = gradient(lambda: double_backward(request, closure)) - plain
@@ -71,7 +71,7 @@ def measure_agreement(request: Request, closure: Closure) -> Agreement:
 
 def _central(request: Request, closure: Closure, gradient: Callable[..., Tensor], plain: Tensor) -> Tensor:
     """Differences to both sides leave out no curvature, so their only error is rounding."""
-    sides = [gradient(lambda side=side: two_pass(request, closure, side=side)) - plain for side in (1.0, -1.0)]
+    sides = [gradient(lambda side=side: two_pass(request, [closure], side=side)) - plain for side in (1.0, -1.0)]
     return (sides[0] + sides[1]) / 2
 
 

@@ -18,6 +18,9 @@ from anybit.errors import NonFiniteError, PenaltyError
 Closure = Callable[[], Tensor]
 """Runs the forward pass and returns the loss, a scalar with a graph behind it."""
 
+Closures = Closure | Sequence[Closure]
+"""One closure for a whole batch, or one for each part of it, whose losses add up to that of the batch."""
+
 
 class Scaler(Protocol):
     """What is needed of a `torch.amp.GradScaler`."""
@@ -51,8 +54,12 @@ class Penalty(ABC):
     factor = 1.0
 
     @abstractmethod
-    def backward(self, closure: Closure, *, scaler: Scaler | None = None) -> Step:
-        """Run `closure`, add the gradient of loss and penalty to every `.grad`, and say what was seen."""
+    def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
+        """Run `closure`, add the gradient of loss and penalty to every `.grad`, and say what was seen.
+
+        A batch that is too large for the memory comes as a list of closures, one for each part of it, whose losses add
+        up to that of the batch: only one part has its graph in memory at a time, and the penalty is that of the whole.
+        """
 
     def __add__(self, other: Penalty) -> Penalty:
         return Sum([*_parts(self), *_parts(other)])
@@ -65,7 +72,7 @@ class WeightPenalty(Penalty):
     def gradients(self) -> tuple[float, list[tuple[Tensor, Tensor]]]:
         """Return the value, and each weight with the gradient of strength times value."""
 
-    def backward(self, closure: Closure, *, scaler: Scaler | None = None) -> Step:
+    def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Take a plain step and add this penalty's gradient."""
         return Sum([self]).backward(closure, scaler=scaler)
 
@@ -84,10 +91,10 @@ class Perturbation(Penalty):
     """A way to run the closure on changed weights or activations."""
 
     @abstractmethod
-    def around(self, closure: Closure) -> contextlib.AbstractContextManager[Closure]:
-        """Change the weights for one step, forward and backward; give the closure to run meanwhile."""
+    def around(self, closures: Sequence[Closure]) -> contextlib.AbstractContextManager[Sequence[Closure]]:
+        """Change the weights for one step, forward and backward; give the closures to run meanwhile."""
 
-    def backward(self, closure: Closure, *, scaler: Scaler | None = None) -> Step:
+    def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Take a plain step on the changed network."""
         return Sum([self]).backward(closure, scaler=scaler)
 
@@ -105,13 +112,14 @@ class Sum(Penalty):
                 "one step takes one gradient penalty; give that one both strengths instead of adding two"
             )
 
-    def backward(self, closure: Closure, *, scaler: Scaler | None = None) -> Step:
+    def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Run `closure`, add the gradient of loss and every penalty to every `.grad`, and say what was seen."""
+        closures: Sequence[Closure] = parts_of(closure)
         with contextlib.ExitStack() as stack:
             for part in self.parts:
                 if isinstance(part, Perturbation):
-                    closure = stack.enter_context(part.around(closure))
-            step = self.drivers[0].backward(closure, scaler=scaler) if self.drivers else plain_step(closure, scaler)
+                    closures = stack.enter_context(part.around(closures))
+            step = self.drivers[0].backward(closures, scaler=scaler) if self.drivers else plain_step(closures, scaler)
         scale = scale_of(scaler)
         terms = {p.name: p.add_gradients(scale) for p in self.parts if isinstance(p, WeightPenalty)}
         return replace(step, terms=MappingProxyType({**step.terms, **terms}))
@@ -127,11 +135,22 @@ def _parts(penalty: Penalty) -> list[Penalty]:
     return penalty.parts if isinstance(penalty, Sum) else [penalty]
 
 
-def plain_step(closure: Closure, scaler: Scaler | None) -> Step:
+def parts_of(closure: Closures) -> list[Closure]:
+    """Return the closures of the parts of a batch."""
+    parts = list(closure) if isinstance(closure, Sequence) else [closure]
+    if not parts or not all(callable(part) for part in parts):
+        raise PenaltyError("backward takes a function that returns the loss, or a list of such functions")
+    return parts
+
+
+def plain_step(closures: Sequence[Closure], scaler: Scaler | None) -> Step:
     """Take an ordinary step."""
-    loss = check_loss(closure())
-    run_backward(loss, scaler)
-    return Step(float(loss.detach()), float("nan"), None)
+    total = 0.0
+    for closure in closures:
+        loss = check_loss(closure())
+        run_backward(loss, scaler)
+        total += float(loss.detach())
+    return Step(total, float("nan"), None)
 
 
 def run_backward(loss: Tensor, scaler: Scaler | None) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from anybit.errors import PenaltyError, SpecError
 from anybit.penalties.agreement import Agreement, measure_agreement
-from anybit.penalties.base import Closure, Penalty, Scaler, Step
+from anybit.penalties.base import Closure, Closures, Penalty, Scaler, Step, parts_of
 from anybit.penalties.double_backward import double_backward
 from anybit.penalties.passes import Norm
 from anybit.penalties.select import quantizable_weights
@@ -92,6 +92,11 @@ class GradientPenalty(Penalty):
         if weight and not self.weights:
             raise PenaltyError(f"{type(model).__name__} has no weight of two or more dimensions to penalize")
 
+    @property
+    def divides(self) -> bool:
+        """Whether it divides the difference of two gradients by a small number, which takes all digits of float32."""
+        return bool(self.weight or self.activation) and self.engine == "two-pass" and self.objective == "penalty"
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: how many steps were taken, and the factor."""
         return {"steps": self._steps, "factor": self.factor}
@@ -100,16 +105,25 @@ class GradientPenalty(Penalty):
         """Go on from what `state_dict` returned."""
         self._steps, self.factor = int(state["steps"]), float(state["factor"])
 
-    def backward(self, closure: Closure, *, scaler: Scaler | None = None) -> Step:
+    def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Run `closure`, add the gradient of loss and penalty to every `.grad`, and say what was seen.
+
+        A list of closures is one batch in parts: their losses add up, only one part has its graph in memory at a time,
+        and the penalty's directions over weights are those of the whole batch. Over activations every example has its
+        own direction with l1; ranges and l2 lengths are those of a part.
 
         `closure` runs the forward pass and returns the loss. The two-pass engine calls it twice, with the same random
         state: keep bookkeeping of your own outside it. With `scaler` (a `torch.amp.GradScaler`) the gradients are
         scaled by it, as `scaler.scale(loss).backward()` would.
         """
         request = self.request(self.factor * self.every if self._steps % self.every == 0 else 0.0)
-        engine = double_backward if self.engine == "double-backward" and request.penalized else two_pass
-        step = engine(request, closure, scaler)
+        closures = parts_of(closure)
+        if self.engine == "double-backward" and request.penalized:
+            if len(closures) > 1:
+                raise PenaltyError("double backward takes a batch at once; give it one closure, or use two-pass")
+            step = double_backward(request, closures[0], scaler)
+        else:
+            step = two_pass(request, closures, scaler)
         self._steps += 1
         return step
 

@@ -8,6 +8,7 @@ folded tensor means for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,23 +173,23 @@ class UniformNoise(Perturbation):
         return self.widths[int(torch.randint(len(self.widths), ()))]
 
     @contextlib.contextmanager
-    def around(self, closure: Closure) -> Iterator[Closure]:
+    def around(self, closures: Sequence[Closure]) -> Iterator[Sequence[Closure]]:
         """Perturb for one step, forward and backward."""
         if self._foldings is None:
-            self._foldings = self._find(closure)
+            self._foldings = self._find(closures[0])
         weight_bits, activation_bits = self._draw(), self._draw()
         weights = [] if weight_bits == FLOAT else [w for w in self.weights if w.requires_grad]
         with torch.no_grad():
             values = [w.data + bin_noise(w.data, weight_bits, self._foldings.get(id(w))) for w in weights]
 
-        def noisy() -> Tensor:
+        def noisy(closure: Closure) -> Tensor:
             if not self.activations or activation_bits == FLOAT:
                 return closure()
             with ActivationNoise(activation_bits):
                 return closure()
 
         with replaced(weights, values), eagerly(self.activations):
-            yield noisy
+            yield [functools.partial(noisy, closure) for closure in closures]
 
     def _find(self, closure: Closure) -> dict[int, Folding]:
         """Run the closure once to see which weights a batch norm will be folded into."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,13 @@ def agreed(h: float, device: torch.device) -> float:
     smallest = torch.tensor([h], dtype=torch.float64, device=device)
     dist.all_reduce(smallest, dist.ReduceOp.MIN)
     return float(smallest)
+
+
+def synced(model: nn.Module, wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    """Let DDP average the gradients of this pass, or only gather them for a later one that does."""
+    if wanted or not isinstance(model, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return model.no_sync()
 
 
 def kept(grads: Sequence[Tensor | None]) -> list[Tensor | None]:

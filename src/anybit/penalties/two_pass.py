@@ -40,7 +40,7 @@ from anybit.errors import NonFiniteError, PenaltyError
 from anybit.penalties.base import Closure, Scaler, Step, check_loss, check_norms, eagerly, run_backward, scale_of
 from anybit.penalties.passes import Activation, FirstPass, Norm, SecondPass, direction, norm_of, root_mean_square
 from anybit.penalties.pieces import extrapolate_
-from anybit.penalties.processes import agreed, averaged, kept
+from anybit.penalties.processes import agreed, averaged, kept, synced
 from anybit.penalties.state import buffers_kept, gradients_set_aside, random_state, replaced, set_random_state
 
 NOISE = 32
@@ -108,34 +108,22 @@ def step_size(shifts: Sequence[Shift], loss: float, eps: float) -> float:
     return float(2.0 ** round(math.log2(h * largest)) / largest)
 
 
-def two_pass(request: Request, closure: Closure, scaler: Scaler | None = None, *, side: float = 1.0) -> Step:
+def two_pass(request: Request, closures: Sequence[Closure], scaler: Scaler | None = None, *, side: float = 1.0) -> Step:
     """Add the gradient of loss and penalty to every `.grad`; see the top of this file.
 
-    `side=-1` shifts the other way, for a difference to both sides.
+    Several closures are the parts of a batch: each pass goes through all of them. `side=-1` shifts the other way, for a
+    difference to both sides.
     """
     parameters = [p for p in request.model.parameters() if p.requires_grad]
-    first = FirstPass(
-        request.norm,
-        directions=request.activation > 0,
-        kinks=request.penalized and not request.worst_case,
-        reach=request.by_range,
-    )
     with gradients_set_aside(parameters) as before:
         start = random_state()
-        with eagerly(request.watched), first.watching(request.watched):
-            loss = check_loss(closure())
-            run_backward(loss, scaler)
+        loss, firsts = _first_pass(request, closures, scaler)
         weights = [p for p in request.weights if p.requires_grad and p.grad is not None]
-        if first.short is not None and request.penalized and not request.worst_case:
-            raise PenaltyError(
-                f"the model computes in {str(first.short).removeprefix('torch.')}, too few digits for the difference "
-                "of two passes; use engine='double-backward', objective='worst-case', or a closure without autocast"
-            )
-        step, finite = _measure(request, loss, weights, first, scaler)
+        step, finite = _measure(request, loss, weights, firsts, scaler)
         if request.penalized and finite:
             end = random_state()
             set_random_state(start)
-            _second_pass(request, closure, first, parameters, weights, step, scaler, side)
+            _second_pass(request, closures, firsts, parameters, weights, step, scaler, side)
             set_random_state(end)
         for parameter, old in zip(parameters, averaged(request.model, before), strict=True):
             if old is not None:
@@ -143,34 +131,53 @@ def two_pass(request: Request, closure: Closure, scaler: Scaler | None = None, *
     return step
 
 
+def _first_pass(request: Request, closures: Sequence[Closure], scaler: Scaler | None) -> tuple[float, list[FirstPass]]:
+    """Run the closures as they are; return the loss and what was recorded of each."""
+    frozen = request.penalized and not request.worst_case
+    total, firsts = 0.0, []
+    for part, closure in enumerate(closures, start=1):
+        first = FirstPass(request.norm, directions=request.activation > 0, kinks=frozen, reach=request.by_range)
+        with synced(request.model, part == len(closures)), eagerly(request.watched), first.watching(request.watched):
+            loss = check_loss(closure())
+            run_backward(loss, scaler)
+        if first.short is not None and frozen:
+            raise PenaltyError(
+                f"the model computes in {str(first.short).removeprefix('torch.')}, too few digits for the difference "
+                "of two passes; use engine='double-backward', objective='worst-case', or a closure without autocast"
+            )
+        total += float(loss.detach())
+        firsts.append(first)
+    return total, firsts
+
+
 def _measure(
-    request: Request, loss: Tensor, weights: list[nn.Parameter], first: FirstPass, scaler: Scaler | None
+    request: Request, loss: float, weights: list[nn.Parameter], firsts: list[FirstPass], scaler: Scaler | None
 ) -> tuple[Step, bool]:
     """Return what the first pass saw; overflown gradients are an error, or the scaler's business if there is one."""
     by = scale_of(scaler)
     weight_norm = sum(float(norm_of(_grad(p), request.norm)) for p in weights) / by
-    norms = [a.norm for a in first.activations if a.norm is not None]
+    norms = [a.norm for first in firsts for a in first.activations if a.norm is not None]
     activation_norm = float(torch.stack(norms).sum()) / by if norms else 0.0
     if scaler is None:
         check_norms(weight_norm, activation_norm)
-    step = Step(float(loss.detach()), weight_norm, activation_norm if request.watched else None)
+    step = Step(loss, weight_norm, activation_norm if request.watched else None)
     return step, math.isfinite(weight_norm + activation_norm)
 
 
 def _second_pass(
     request: Request,
-    closure: Closure,
-    first: FirstPass,
+    closures: Sequence[Closure],
+    firsts: list[FirstPass],
     parameters: list[nn.Parameter],
     weights: list[nn.Parameter],
     step: Step,
     scaler: Scaler | None,
     side: float,
 ) -> None:
-    """Run the closure once more, shifted, and turn the difference into the gradient of loss and penalty."""
+    """Run the closures once more, shifted, and turn the difference into the gradient of loss and penalty."""
     old = kept([p.grad for p in parameters])
     moved = weights if request.weight > 0 else []
-    active = [a for a in first.activations if a.direction is not None]
+    active = [a for first in firsts for a in first.activations if a.direction is not None]
     amounts, h = _amounts(request, moved, active, step, scale_of(scaler))
     h = agreed(h, parameters[0].device) * side
     values = _shifted([p.data for p in moved], [_grad(p) for p in moved], [h * a for a in amounts], request.norm)
@@ -178,12 +185,13 @@ def _second_pass(
     with buffers_kept(request.model), replaced(moved, values), eagerly(request.watched):
         for parameter in parameters:
             parameter.grad = None
-        second = SecondPass(first, factors)
-        with second.watching(request.watched):
-            loss = closure()
-            if not bool(torch.isfinite(loss.detach())):
-                raise NonFiniteError(f"the shifted loss is {float(loss.detach())}; lower the penalty's strength")
-            run_backward(loss, scaler)
+        for part, (first, closure) in enumerate(zip(firsts, closures, strict=True), start=1):
+            second = SecondPass(first, factors)
+            with synced(request.model, part == len(closures)), second.watching(request.watched):
+                loss = closure()
+                if not bool(torch.isfinite(loss.detach())):
+                    raise NonFiniteError(f"the shifted loss is {float(loss.detach())}; lower the penalty's strength")
+                run_backward(loss, scaler)
     for parameter, a in zip(parameters, old, strict=True):
         if parameter.grad is None:
             parameter.grad = a

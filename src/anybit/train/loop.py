@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from anybit.errors import NonFiniteError, SpecError
 from anybit.evaluate.accuracy import evaluate
 from anybit.evaluate.sweep import sweep
 from anybit.models import build_model
-from anybit.penalties.base import Penalty, Step
+from anybit.penalties.base import Closure, Penalty, Sum
 from anybit.penalties.gradient import GradientPenalty
 from anybit.penalties.kurtosis import KurtosisPenalty
 from anybit.penalties.noise import UniformNoise
@@ -77,25 +78,29 @@ def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Opt
     )
 
 
-def make_penalty(recipe: PenaltyRecipe, model: nn.Module) -> Penalty:
-    """Return the penalties that a recipe asks for, as one; without strengths it only measures the norms."""
-    penalty: Penalty = GradientPenalty(
-        model,
-        norm=recipe.norm,
-        weight=recipe.weight,
-        activation=recipe.activation,
-        engine=recipe.engine,
-        objective=recipe.objective,
-        scale=recipe.scale,
-        every=recipe.every,
-    )
+def make_penalty(recipe: PenaltyRecipe, model: nn.Module, *, measure: bool = True) -> Penalty:
+    """Return the penalties that a recipe asks for, as one; without strengths it only measures the norms, if wanted."""
+    parts: list[Penalty] = []
+    if measure or recipe.gradient:
+        parts.append(
+            GradientPenalty(
+                model,
+                norm=recipe.norm,
+                weight=recipe.weight,
+                activation=recipe.activation,
+                engine=recipe.engine,
+                objective=recipe.objective,
+                scale=recipe.scale,
+                every=recipe.every,
+            )
+        )
     if recipe.orthogonal:
-        penalty += OrthogonalPenalty(model, strength=recipe.orthogonal)
+        parts.append(OrthogonalPenalty(model, strength=recipe.orthogonal))
     if recipe.kurtosis:
-        penalty += KurtosisPenalty(model, strength=recipe.kurtosis)
+        parts.append(KurtosisPenalty(model, strength=recipe.kurtosis))
     if recipe.noise:
-        penalty += UniformNoise(model)
-    return penalty
+        parts.append(UniformNoise(model))
+    return parts[0] if len(parts) == 1 else Sum(parts)
 
 
 def steps_of(recipe: Recipe, data: Dataset) -> int:
@@ -124,9 +129,11 @@ def fit(
     part = (place.rank, place.processes)
     batches = Batches(data.train, recipe.data.batch, generator=generator, augment=augment, part=part)
     folded = fold(model, data, per_channel=recipe.quantize.per_channel) if recipe.quantize.widths else None
-    network = place.joined(folded or model)
-    penalized = DrawnWidth(folded, recipe.quantize.pairs) if folded else make_penalty(recipe.penalty, network)
-    plain = GradientPenalty(network, norm=recipe.penalty.norm)
+    network = (folded or model).to(memory_format=_layout(recipe))  # type: ignore[call-overload]
+    network = place.joined(_compiled(network, place) if recipe.speed.compile else network)
+    make = functools.partial(make_penalty, model=network, measure=not recipe.speed.compile)
+    penalized = DrawnWidth(folded, recipe.quantize.pairs) if folded else make(recipe.penalty)
+    plain = make(PenaltyRecipe(norm=recipe.penalty.norm))
     optimizer = make_optimizer(recipe.optimizer, network)
     moving = Moving(network, optimizer, (penalized, plain), generator, generator.get_state())
     at = Position() if keeper is None else keeper.start(moving, recipe, len(batches))
@@ -140,7 +147,7 @@ def fit(
         at = _epoch(moving, penalty, at, batches, recipe, log=log, progress=progress, place=place, keeper=keeper)
     if folded is not None:
         unfold(folded.cpu(), model)
-    model.eval()
+    model.to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
     return list(at.times)
 
 
@@ -158,11 +165,17 @@ def _epoch(
 ) -> Position:
     """Take the steps of an epoch that are not done yet; return where the next one begins."""
     moving.order = moving.generator.get_state()
+    layout, mixed = _layout(recipe), recipe.speed.precision == "bfloat16" and not _divides(penalty)
     clock = Clock()
     for index, (x, y) in enumerate(batches.after(at.index), start=at.index):
         number = at.epoch * len(batches) + index
         rate = _set_rate(moving.optimizer, number, recipe, len(batches))
-        step = _train_step(moving.network, x.to(place.device), y.to(place.device), moving.optimizer, penalty)
+        whole = min(recipe.data.batch, len(batches.split) - index * recipe.data.batch)
+        x, y = x.to(place.device, memory_format=layout), y.to(place.device)
+        losses = _losses(moving.network, x, y, whole / place.processes, recipe, mixed)
+        step = place.averaged(penalty.backward(losses))
+        moving.optimizer.step()
+        moving.optimizer.zero_grad()
         clock.tick()
         if log is not None:
             log(
@@ -182,6 +195,15 @@ def _epoch(
     return at.next_epoch(clock)
 
 
+def _divides(penalty: Penalty) -> bool:
+    """Tell whether a penalty divides differences of gradients by a small number."""
+    return any(isinstance(part, GradientPenalty) and part.divides for part in getattr(penalty, "parts", [penalty]))
+
+
+def _layout(recipe: Recipe) -> torch.memory_format:
+    return torch.channels_last if recipe.speed.channels_last else torch.contiguous_format
+
+
 def _set_rate(optimizer: torch.optim.Optimizer, number: int, recipe: Recipe, epoch: int) -> float:
     """Give the optimizer the learning rate of a step; `epoch` is the number of steps in one."""
     rate = learning_rate(
@@ -196,11 +218,26 @@ def _set_rate(optimizer: torch.optim.Optimizer, number: int, recipe: Recipe, epo
     return rate
 
 
-def _train_step(model: nn.Module, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, penalty: Penalty) -> Step:
-    step = penalty.backward(lambda: F.cross_entropy(model(x), y))
-    optimizer.step()
-    optimizer.zero_grad()
-    return step
+def _losses(model: nn.Module, x: Tensor, y: Tensor, usual: float, recipe: Recipe, mixed: bool) -> list[Closure]:
+    """Return what computes the loss of a batch, a part at a time; `usual` is how many examples a process has of it.
+
+    A process may have one more or less, and so may a part: averaged over the processes and added up over the parts it
+    is the mean over the whole batch.
+    """
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=mixed):
+            mean = F.cross_entropy(model(x), y)
+        return mean if len(x) == usual else mean * (len(x) / usual)
+
+    parts = zip(x.tensor_split(recipe.speed.accumulate), y.tensor_split(recipe.speed.accumulate), strict=True)
+    return [functools.partial(loss, *part) for part in parts if len(part[0])]
+
+
+def _compiled(network: nn.Module, place: Place) -> nn.Module:
+    if place.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise SpecError("speed.compile needs a C++ compiler on this machine, such as g++; install one, or drop it")
+    return cast(nn.Module, torch.compile(network))
 
 
 def train(
@@ -316,11 +353,13 @@ def _check_fit(model: nn.Module, recipe: Recipe, data: Dataset) -> None:
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise SpecError(f"{recipe.model.name} cannot take inputs of shape {data.shape}: {reason}") from error
-    # A last batch of one example has no variance to normalize by.
+    # One example has no variance to normalize by.
     batch, n = recipe.data.batch, len(data.train)
-    if n % batch == 1 % batch and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
+    parts = min(recipe.speed.accumulate, last := n % batch or batch)
+    if last // parts == 1 and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
+        where = "a batch" if parts == 1 else f"speed.accumulate = {parts} a part of a batch"
         raise SpecError(
-            f"data.batch = {batch} leaves a batch of one example out of {n}: batch norm needs two; change it"
+            f"data.batch = {batch} leaves {where} of one example out of {n}: batch norm needs two; change it"
         )
 
 

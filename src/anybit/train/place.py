@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from anybit.penalties.base import Step
 
 Loader = Iterable[tuple[Tensor, Tensor]]
 
@@ -38,6 +40,20 @@ class Place:
         if self.processes > 1:
             dist.all_gather_object(parts, list(texts))
         return sorted({text for part in parts for text in part})
+
+    def averaged(self, step: Step) -> Step:
+        """Return what all processes saw together in a step; all of them must ask.
+
+        The gradient over weights is averaged already; losses and gradients over activations are those of the examples
+        that each process had.
+        """
+        if self.processes == 1:
+            return step
+        own = [step.loss, step.activation_norm or 0.0]
+        values = torch.tensor(own, dtype=torch.float64, device=self.device)
+        dist.all_reduce(values)
+        loss, norm = (values / self.processes).tolist()
+        return replace(step, loss=loss, activation_norm=None if step.activation_norm is None else norm)
 
     def joined(self, model: nn.Module) -> nn.Module:
         """Return the model on this device, its gradients averaged over all processes."""

@@ -98,6 +98,11 @@ class PenaltyRecipe:
         _positive(every=self.every)
 
     @property
+    def gradient(self) -> bool:
+        """Whether gradients are penalized."""
+        return max(self.weight, self.activation) > 0
+
+    @property
     def any(self) -> bool:
         """Whether anything is penalized at all."""
         return self.noise or max(self.weight, self.activation, self.orthogonal, self.kurtosis) > 0
@@ -122,6 +127,26 @@ class QuantizeRecipe:
 
 
 @dataclass(frozen=True)
+class SpeedRecipe:
+    """How the numbers are computed, not what: each choice gives the same training up to rounding and random draws."""
+
+    channels_last: bool = False
+    """Keep the channels of a pixel side by side in memory, which convolutions often like better."""
+    compile: bool = False
+    """Let `torch.compile` translate the network. Steps that look at activations, as the two-pass engine does, run as
+    written; norms of gradients are then not measured in the other ones, which would have to look too."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 multiplies in that format where PyTorch's autocast finds it safe. It has too few digits for the
+    difference of two passes: epochs with the two-pass engine stay in float32."""
+    accumulate: int = 1
+    """Parts that each batch is cut into, one after the other, so that the graph of one fits into memory. The penalty is
+    still that of the whole batch; batch norm sees the parts."""
+
+    def __post_init__(self) -> None:
+        _positive(accumulate=self.accumulate)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One training run. The same recipe, seed and number of threads give the same weights."""
 
@@ -135,6 +160,7 @@ class Recipe:
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
     penalty: PenaltyRecipe = field(default_factory=PenaltyRecipe)
     quantize: QuantizeRecipe = field(default_factory=QuantizeRecipe)
+    speed: SpeedRecipe = field(default_factory=SpeedRecipe)
 
     def __post_init__(self) -> None:
         _positive(epochs=self.epochs)
@@ -145,6 +171,10 @@ class Recipe:
             raise SpecError(f"name is used as a folder and must be a plain word, got {self.name!r}")
         if self.quantize.widths and self.penalty.any:
             raise SpecError("quantize.widths and the penalties exclude each other; drop one of the two tables")
+        if self.quantize.widths and (self.speed.compile or self.speed.precision != "float32"):
+            raise SpecError("straight-through training runs as written and in float32; drop speed.compile or precision")
+        if self.speed.accumulate > 1 and self.penalty.engine == "double-backward":
+            raise SpecError("double backward takes a batch at once; drop speed.accumulate, or use the two-pass engine")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""

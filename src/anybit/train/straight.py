@@ -43,11 +43,11 @@ class DrawnWidth(Perturbation):
         self.network, self.pairs = network, tuple(pairs)
 
     @contextlib.contextmanager
-    def around(self, closure: Closure) -> Iterator[Closure]:
+    def around(self, closures: Sequence[Closure]) -> Iterator[Sequence[Closure]]:
         """Quantize for one step, forward and backward."""
         bits = self.pairs[int(torch.randint(len(self.pairs), ()))]
         with self.network.at(weights=bits.weights, activations=bits.activations):
-            yield closure
+            yield closures
 
 
 @torch.no_grad()
