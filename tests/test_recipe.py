@@ -11,7 +11,7 @@ from anybit.data import DATASETS
 from anybit.errors import RecipeError, SpecError
 from anybit.models import MODELS
 from anybit.spec import Bits
-from anybit.train.recipe import PenaltyRecipe, Recipe, load_recipe, parse_recipe
+from anybit.train.recipe import FLAGSHIP, PenaltyRecipe, Recipe, load_recipe, parse_recipe
 from anybit.train.strict import from_mapping
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -313,3 +313,18 @@ def test_a_bad_change_is_refused_like_a_bad_recipe(change: dict[str, Any], messa
     with pytest.raises(RecipeError) as caught:
         recipe.changed(change)
     assert str(caught.value).startswith(message)
+
+
+def test_a_recipe_that_says_nothing_about_penalties_gets_the_default_it_is_loaded_with(tmp_path: Path) -> None:
+    silent = "\n".join(['name = "a"', "epochs = 1", "[model]", 'name = "small-conv"', "[data]", 'name = "digits"', ""])
+    assert load_recipe(save(tmp_path, silent)).penalty == PenaltyRecipe()
+    assert load_recipe(save(tmp_path, silent), penalty=FLAGSHIP).penalty is FLAGSHIP
+    for table in ("[penalty]\n", '[quantize]\nwidths = ["W4A4"]\n'):
+        assert load_recipe(save(tmp_path, silent + table), penalty=FLAGSHIP).penalty == PenaltyRecipe()
+    own = load_recipe(save(tmp_path, silent + "[penalty]\nkurtosis = 2.0\n"), penalty=FLAGSHIP)
+    assert own.penalty == PenaltyRecipe(kurtosis=2.0)
+
+
+def test_the_bundled_recipes_say_what_they_want() -> None:
+    for path in sorted(RECIPES.rglob("*.toml")):
+        assert load_recipe(path, penalty=FLAGSHIP) == load_recipe(path), path

@@ -27,6 +27,7 @@ from anybit.train.checkpoint import load_model, read_checkpoint
 from anybit.train.clock import Clock, time_running
 from anybit.train.loop import fit, make_optimizer, model_shape, steps_of, train, validate
 from anybit.train.recipe import (
+    FLAGSHIP,
     DataRecipe,
     ModelRecipe,
     OptimizerRecipe,
@@ -599,3 +600,23 @@ def test_tensorboard_has_the_numbers_of_the_log_under_their_names(tmp_path: Path
     for name in ("loss", "weight_norm", "kurtosis", "lr"):
         seen = [(event.step, event.value) for event in events.Scalars(name)]
         assert seen == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines]
+
+
+def test_the_command_trains_with_the_flagship_unless_told_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from anybit.cli.main import main
+
+    text = 'name = "a"\nepochs = 1\n[model]\nname = "small-conv"\nwidth = 0.25\n[data]\nname = "digits"\nbatch = 256\n'
+    for name, more, default in (("silent", "", True), ("empty", "[penalty]\n", False)):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(text + more)
+        with pytest.raises(SystemExit) as exit_code:
+            main(["train", str(path), "--out", str(tmp_path / name)])
+        assert exit_code.value.code in (None, 0)
+        said = capsys.readouterr().err
+        assert ("has no table [penalty]: training with weight = 0.0003" in said) is default
+        run = json.loads((tmp_path / name / "run.json").read_text())
+        assert run["recipe"]["penalty"]["kurtosis"] == (FLAGSHIP.kurtosis if default else 0.0)
+        lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        assert {line["penalized"] for line in lines} == {default}

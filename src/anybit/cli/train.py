@@ -24,7 +24,10 @@ def train(
         bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too, under the same names.")
     ] = False,
 ) -> None:
-    """Train a network as a recipe says.
+    """Train a network as a recipe says, so that it can be quantized to any width.
+
+    A recipe without a table [penalty] is trained with the default: gradient l1 and kurtosis. An empty one is trained
+    without any penalty.
 
     The state of the run is saved from time to time, and on ctrl-C (exit code 130) and SIGTERM (143). With --resume it
     goes on from there; on a CPU the weights are the same as without the interruption, bit for bit.
@@ -37,9 +40,15 @@ def train(
         from anybit.data import load_dataset
         from anybit.train.loop import steps_of
         from anybit.train.loop import train as run
-        from anybit.train.recipe import load_recipe
+        from anybit.train.recipe import FLAGSHIP, load_recipe
         from anybit.train.run import RunFolder
-    plan = load_recipe(recipe)
+    plan = load_recipe(recipe, penalty=FLAGSHIP)
+    if plan.penalty is FLAGSHIP:
+        errors.print(
+            f"{recipe} has no table [penalty]: training with weight = {FLAGSHIP.weight:g}, activation = "
+            f"{FLAGSHIP.activation:g}, kurtosis = {FLAGSHIP.kurtosis:g}; an empty [penalty] trains without",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
     if seed is not None:
         plan = dataclasses.replace(plan, seed=seed)
     folder = out or Path("runs") / f"{plan.name}-{plan.seed}"

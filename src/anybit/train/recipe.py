@@ -108,6 +108,15 @@ class PenaltyRecipe:
         return self.noise or max(self.weight, self.activation, self.orthogonal, self.kurtosis) > 0
 
 
+FLAGSHIP = PenaltyRecipe(weight=3e-4, activation=3e-4, kurtosis=0.3)
+"""What `anybit train` does for a recipe that says nothing about penalties.
+
+Of all rows of the laptop-size table with one set of weights for every width, the one that the validation split of
+CIFAR-10 favours, with the strengths that `anybit search` found there (results/search-laptop.json). Other networks and
+data may want others: search them.
+"""
+
+
 @dataclass(frozen=True)
 class QuantizeRecipe:
     """Straight-through training of the quantized network; without widths it is off."""
@@ -202,11 +211,14 @@ def parse_recipe(values: dict[str, Any], *, source: str = "recipe") -> Recipe:
         raise RecipeError(f"{source}: {error}") from error
 
 
-def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe from a TOML file."""
+def load_recipe(path: str | Path, *, penalty: PenaltyRecipe | None = None) -> Recipe:
+    """Read a recipe from a TOML file; one without tables for penalty and quantization gets the `penalty` given here."""
     text = read_text(path, what="a recipe in TOML", error=RecipeError)
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # broken, or numbers and brackets without end
         raise RecipeError(f"{path}: not valid TOML: {error}") from error
-    return parse_recipe(values, source=str(path))
+    recipe = parse_recipe(values, source=str(path))
+    if penalty is None or {"penalty", "quantize"} & values.keys():
+        return recipe
+    return dataclasses.replace(recipe, penalty=penalty)
