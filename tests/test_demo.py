@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from anybit.analysis import demo
+from anybit.analysis.progress import Advance
+from anybit.analysis.side_by_side import SideBySide, one_by_one
 from anybit.report.rows import read_rows
 from anybit.spec import Row
 from anybit.train.checkpoint import load_model
@@ -57,13 +59,22 @@ def test_the_whole_way_leaves_rows_checkpoints_and_a_page(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("short")
-def test_side_by_side_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_by_side_gives_the_same_numbers(tmp_path: Path) -> None:
     """Processes import the module anew and see its own settings, so only sweeping is shared out here."""
     demo.run_demo(tmp_path, seeds=(0,), workers=1)
     jobs = [(tmp_path / "tune-0-0", demo.PLAIN, 0), (tmp_path / "tune-0.001-0", demo.PENALIZED, 0)]
-    here = demo._run_all(None, demo._sweep, jobs, lambda steps: None, 1)
-    with demo._pool(2) as pool:
-        there = demo._run_all(pool, demo._sweep, jobs, lambda steps: None, 1)
+    drawn = {"here": 0, "there": 0}
+
+    def advance(name: str) -> Advance:
+        def move(steps: int) -> None:
+            drawn[name] += steps
+
+        return move
+
+    here = one_by_one(demo._sweep, jobs, advance("here"))
+    with SideBySide(2, jobs=2) as processes:
+        there = processes.run(demo._sweep, jobs, advance("there"))
+    assert drawn == {"here": 2 * len(demo.WIDTHS), "there": 2 * len(demo.WIDTHS)}
     assert [[row.accuracy for row in part] for part in here] == [[row.accuracy for row in part] for part in there]
 
 

@@ -46,6 +46,15 @@ def test_broken_ranges(low: float, high: float) -> None:
         Range(low, high, "test")
 
 
+@pytest.mark.parametrize(
+    "text", ["W" + "9" * 5000 + "A4", "W4A" + "9" * 5000, "W999999999A4", "W0A4", "W-4A4", "", "4"]
+)
+def test_text_that_is_no_pair_of_widths(text: str) -> None:
+    with pytest.raises(SpecError, match=r"looks like W4A8|must be 2 to 16") as caught:
+        Bits.parse(text)
+    assert len(str(caught.value)) < 200
+
+
 def test_values_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Bits(4, 4).weights = 8  # type: ignore[misc]

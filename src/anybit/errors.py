@@ -79,4 +79,5 @@ class MissingDependency(AnybitError, ImportError):  # noqa: N818
     """An optional package is not installed."""
 
     def __init__(self, package: str, extra: str, what: str) -> None:
-        super().__init__(f"{what} needs {package}, which is not installed; run: pip install 'anybit[{extra}]'")
+        line = f"'anybit[{extra}]'" if extra else "anybit"
+        super().__init__(f"{what} needs {package}, which is not installed; run: pip install {line}")

@@ -62,9 +62,9 @@ class Bits:
         """Read `"w4a8"`, `"4,8"`, or `"fp"`."""
         if text.strip().lower() in ("fp", "fp32", "float"):
             return cls()
-        match = re.fullmatch(r"\s*[wW]?(\d+)\s*(?:[aA]|,|/)\s*(\d+)\s*", text)
+        match = re.fullmatch(r"\s*[wW]?(\d{1,9})\s*(?:[aA]|,|/)\s*(\d{1,9})\s*", text)
         if match is None:
-            raise SpecError(f"a pair of widths looks like W4A8 or 4,8 (or FP); got {text!r}")
+            raise SpecError(f"a pair of widths looks like W4A8 or 4,8 (or FP); got {text[:60]!r}")
         return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
-from anybit.data import Batches, Dataset, load_dataset
+from anybit.analysis.progress import Advance, Start, quiet
+from anybit.analysis.side_by_side import SideBySide, one_by_one
+from anybit.data import Batches, load_dataset
 from anybit.evaluate.sweep import sweep
+from anybit.models import build_model
 from anybit.provenance import origin
 from anybit.quant.prepare import prepare
 from anybit.report.page import write_report
 from anybit.report.rows import RowFile, Summary, summarize, write_rows
 from anybit.spec import FLOAT, Bits, Row
 from anybit.train.checkpoint import load_model
-from anybit.train.loop import steps_of, train
+from anybit.train.loop import fit, model_shape, steps_of, train
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
 
 PLAIN, PENALIZED = "without penalty", "with l1 penalty"
@@ -53,11 +52,6 @@ BASE = Recipe(
     optimizer=OptimizerRecipe(lr=0.1, weight_decay=5e-4),
 )
 TUNE = dataclasses.replace(BASE, name="tune", epochs=12, optimizer=OptimizerRecipe(lr=0.02, weight_decay=1e-4))
-
-T = TypeVar("T")
-
-Start = Callable[[str, int], Callable[[int], None]]
-"""Starts a progress bar of so many steps; returns what moves it on."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ def run_demo(
     folder: str | Path = "runs/demo",
     *,
     seeds: Sequence[int] = (0, 1, 2),
-    start: Start | None = None,
+    start: Start = quiet,
     workers: int | None = None,
 ) -> DemoResult:
     """Train, choose λ, sweep, and write `rows.json`, `report.html` and the checkpoints to `folder`.
@@ -97,26 +91,27 @@ def run_demo(
     """
     folder = Path(folder)
     data = load_dataset("digits")
-    start = start or (lambda name, total: lambda steps: None)
     workers = workers or min(len(seeds), os.cpu_count() or 1)
+    bases = [(dataclasses.replace(BASE, seed=seed), folder / f"base-{seed}") for seed in seeds]
+    strengths = (0.0, *STRENGTHS)
+    tuned = [(_tuned(value, seed, folder), _folder(folder, value, seed)) for value in strengths for seed in seeds]
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(_pool(workers)) if workers > 1 else None
-        bases = [(dataclasses.replace(BASE, seed=seed), folder / f"base-{seed}") for seed in seeds]
-        _train_all(pool, bases, start("base networks", len(bases) * steps_of(BASE, data)), data)
-        tuned = [
-            (_tuned(value, seed, folder), _folder(folder, value, seed)) for value in (0.0, *STRENGTHS) for seed in seeds
-        ]
-        scores = _train_all(pool, tuned, start("fine-tuning", len(tuned) * steps_of(TUNE, data)), data)
+        run = one_by_one
+        if workers > 1:
+            run = stack.enter_context(SideBySide(workers, jobs=len(tuned))).run
+            run(_warm_up, [()] * workers, start("starting processes", workers))
+        run(_train, bases, start("base networks", len(bases) * steps_of(BASE, data)))
+        scores = run(_train, tuned, start("fine-tuning", len(tuned) * steps_of(TUNE, data)))
         grouped = [scores[i : i + len(seeds)] for i in range(0, len(scores), len(seeds))]
-        validation = {v: sum(part) / len(part) for v, part in zip((0.0, *STRENGTHS), grouped, strict=True)}
+        validation = {value: sum(part) / len(part) for value, part in zip(strengths, grouped, strict=True)}
         strength = choose_strength(validation)
         jobs = [
-            (_folder(folder, v, seed), label, seed)
-            for label, v in ((PLAIN, 0.0), (PENALIZED, strength))
+            (_folder(folder, value, seed), label, seed)
+            for label, value in ((PLAIN, 0.0), (PENALIZED, strength))
             for seed in seeds
         ]
-        advance = start("sweeping widths", len(jobs) * len(WIDTHS))
-        rows = [row for part in _run_all(pool, _sweep, jobs, advance, len(WIDTHS)) for row in part]
+        parts = run(_sweep, jobs, start("sweeping widths", len(jobs) * len(WIDTHS)))
+    rows = [row for part in parts for row in part]
     notes = describe(rows, strength, validation, seeds)
     file = RowFile("anybit demo: digits at every width", tuple(rows), {**origin(), **_settings()}, notes)
     write_rows(folder / "rows.json", file)
@@ -124,43 +119,17 @@ def run_demo(
     return DemoResult(file, strength, validation)
 
 
-def _pool(workers: int) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,))
+def _warm_up(advance: Advance) -> None:
+    """Take one step: what only the first one loads and sets up does not spoil the time left of the first bar."""
+    data = load_dataset("digits")
+    few = dataclasses.replace(data, train=data.train.first(BASE.data.batch))
+    fit(build_model(**model_shape(BASE, few)), dataclasses.replace(BASE, epochs=1), few)
+    advance(1)
 
 
-def _run_all(
-    pool: ProcessPoolExecutor | None,
-    function: Callable[..., T],
-    jobs: Sequence[tuple[Any, ...]],
-    advance: Callable[[int], None],
-    steps: int,
-) -> list[T]:
-    """Run a function on every job, here or in the pool, and return the results in order."""
-    if pool is None:
-        results = []
-        for job in jobs:
-            results.append(function(*job))
-            advance(steps)
-        return results
-    futures = [pool.submit(function, *job) for job in jobs]
-    for _ in as_completed(futures):
-        advance(steps)
-    return [future.result() for future in futures]
-
-
-def _train_all(
-    pool: ProcessPoolExecutor | None,
-    jobs: Sequence[tuple[Recipe, Path]],
-    advance: Callable[[int], None],
-    data: Dataset,
-) -> list[float]:
-    """Train every recipe into its folder; return the validation accuracies."""
-    return _run_all(pool, _train, jobs, advance, steps_of(jobs[0][0], data))
-
-
-def _train(recipe: Recipe, folder: Path) -> float:
-    _, results = train(recipe, load_dataset("digits"), folder)
+def _train(recipe: Recipe, folder: Path, advance: Advance) -> float:
+    """Train a recipe into its folder; return the validation accuracy."""
+    _, results = train(recipe, load_dataset("digits"), folder, progress=advance)
     return float(results["validation_accuracy"])
 
 
@@ -177,11 +146,12 @@ def _tuned(strength: float, seed: int, folder: Path) -> Recipe:
     )
 
 
-def _sweep(run: Path, label: str, seed: int) -> list[Row]:
+def _sweep(run: Path, label: str, seed: int, advance: Advance) -> list[Row]:
     data = load_dataset("digits")
     model, _ = load_model(run / "model.safetensors")
     net = prepare(model, data.test.x[:2], input_range=data.input_range)
-    return sweep(net, Batches(data.test, len(data.test)), widths=WIDTHS, label=label, seed=seed)
+    test = Batches(data.test, len(data.test))
+    return sweep(net, test, widths=WIDTHS, label=label, seed=seed, on_row=lambda row: advance(1))
 
 
 def describe(

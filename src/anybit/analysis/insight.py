@@ -73,10 +73,11 @@ def measure_insight(
     chosen_on = Batches(_first(subject.dataset.validation, CHOSEN_ON), 128)
     batch = max(1, len(test) // POINTS)
     parts, large = Batches(test, batch), Batches(test, 500)
-    advance = start("insight", len(WIDTHS) ** 2 + len(NARROW) + len(BUDGETS))
+    advance = start("insight", len(WIDTHS) ** 2 + len(NARROW) + len(BUDGETS) + 1)
     pairs = [(w, a) for w in WIDTHS for a in WIDTHS]
     found = list(_counted(predictions(subject.net, large, pairs), advance))
     subject.model.eval()
+    (about_layers,) = _counted([layers(subject, chosen_on)], advance)
     norms = [gradient_norms(subject.model, x, y) for x, y in parts]
     induced = _counted((first_order(subject, parts, bits) for bits in NARROW), advance)
     budgets = _counted((budgeted(subject, budget, chosen_on, large) for budget in BUDGETS), advance)
@@ -91,7 +92,7 @@ def measure_insight(
         grid=tuple(_cell(prediction) for prediction in found),
         sizes=tuple(size(subject.net, bits) for bits in WIDTHS),
         narrow=NARROW,
-        layers=layers(subject, chosen_on),
+        layers=about_layers,
         budgets=tuple(itertools.chain.from_iterable(budgets)),
         weights=sum(weight.numel() for weight in quantizable_weights(subject.model).values()),
         l1=tuple(l1 for l1, _ in norms),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-Start = Callable[[str, int], Callable[[int], None]]
-"""Starts a progress bar of so many steps; returns what moves it on."""
+Advance = Callable[[int], None]
+Start = Callable[[str, int], Advance]
+"""Starts a progress bar of so many steps, 0 where nobody knows how many; returns what moves it on."""
 
 
-def quiet(name: str, total: int) -> Callable[[int], None]:
+def quiet(name: str, total: int) -> Advance:
     """Start no progress bar."""
     return lambda steps: None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -12,6 +13,8 @@ from anybit.errors import DataError, SpecError
 
 if TYPE_CHECKING:
     import onnx
+
+T = TypeVar("T")
 
 
 def adopt(
@@ -34,17 +37,28 @@ def adopt(
     from anybit.artifact.pictures import find_inputs, read_inputs
 
     normal = {"mean": numbers(mean, "mean"), "std": numbers(std, "std")}
-    feeds = None
-    if calibrate is not None:
-        name, shape = one_input(read_plain(model), model)
-        files, feeds = find_inputs(calibrate), []
-        with progress_bars() as start:
-            advance = start("pictures", len(files))
-            for _, x in read_inputs(files, shape, **normal):
-                feeds.append({name: x})
-                advance(1)
-    run(model, out, calibration=feeds, per_channel=per_channel, store=store, about={"input": normal})
+    with progress_bars() as start:
+        feeds = None
+        if calibrate is not None:
+            name, shape = one_input(read_plain(model), model)
+            files = find_inputs(calibrate)
+            advance = start("inputs", len(files))
+            feeds = watched(({name: x} for _, x in read_inputs(files, shape, **normal)), advance)
+        run(model, out, calibration=feeds, per_channel=per_channel, store=store, about={"input": normal})
     console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", highlight=False)
+
+
+def watched(values: Iterable[T], advance: Callable[[int], None]) -> Iterator[T]:
+    """Hand on values, and move a bar when the next one is asked for: the work on this one is done then.
+
+    >>> list(watched("ab", lambda steps: print("on")))
+    on
+    on
+    ['a', 'b']
+    """
+    for value in values:
+        yield value
+        advance(1)
 
 
 def numbers(text: str, what: str) -> list[float]:

@@ -78,10 +78,12 @@ def appendix(
 
     Example: anybit appendix b --run runs/digits-base-0
     """
-    with needs_torch("anybit appendix"):
-        from anybit.analysis.appendices import appendix_rows
-        from anybit.provenance import origin
     with progress_bars() as start:
+        ready = start("getting ready", 1)
+        with needs_torch("anybit appendix"):
+            from anybit.analysis.appendices import appendix_rows
+            from anybit.provenance import origin
+        ready(1)
         rows = [dataclasses.asdict(row) for row in appendix_rows(part.value, run=run, seed=seed, start=start)]
     if as_json:
         typer.echo(json.dumps({"appendix": part.value, "seed": seed, "rows": rows, "origin": origin()}, indent=1))

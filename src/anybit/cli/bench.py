@@ -37,13 +37,16 @@ def bench(
 
     pairs = [Bits.parse(word) for word in widths.split()]
     labelled = None
-    if data is not None:
-        with needs_torch("anybit bench --data"):
-            from anybit.data import load_dataset
-        x, y = load_dataset(data).test.fitting().tensors()
-        labelled = x.numpy(), y.numpy()
-    session = load(master, threads=threads, keep=max(1, len(pairs)))
     with progress_bars() as start:
+        ready = start("getting ready", 2)
+        if data is not None:
+            with needs_torch("anybit bench --data"):
+                from anybit.data import load_dataset
+            x, y = load_dataset(data).test.fitting().tensors()
+            labelled = x.numpy(), y.numpy()
+        ready(1)
+        session = load(master, threads=threads, keep=max(1, len(pairs)))
+        ready(1)
         advance = start("widths", len(pairs))
         gains = run(session, pairs, rounds=rounds, data=labelled, on_width=lambda: advance(1))
     record = {

@@ -22,10 +22,12 @@ def demo(
 
     Example: anybit demo --out runs/demo
     """
-    with needs_torch("anybit demo"):
-        from anybit.analysis.demo import PENALIZED, PLAIN, run_demo
     begin = time.perf_counter()
     with progress_bars() as start:
+        ready = start("getting ready", 1)
+        with needs_torch("anybit demo"):
+            from anybit.analysis.demo import PENALIZED, PLAIN, run_demo
+        ready(1)
         result = run_demo(out, seeds=range(seeds), start=start)
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in result.file.rows], indent=1))

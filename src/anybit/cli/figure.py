@@ -38,10 +38,12 @@ def figure(
     Example: anybit figure 1 --runs runs/digits-base-0 --runs runs/digits-l1-0
     """
     widths = Bits.parse(bits)
-    with needs_torch("anybit figure"):
-        from anybit.analysis.figures.make import make_figure
-        from anybit.analysis.figures.request import Request
     with progress_bars() as start:
+        ready = start("getting ready", 1)
+        with needs_torch("anybit figure"):
+            from anybit.analysis.figures.make import make_figure
+            from anybit.analysis.figures.request import Request
+        ready(1)
         request = Request(tuple(runs or ()), examples=examples, bits=widths, seed=seed, start=start)
         paths = make_figure(number, out, request)
     for path in paths:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybit.cli.show import console
+from anybit.cli.show import console, progress_bars
 from anybit.errors import DataError, SpecError
 from anybit.policy import Chooser, Policy, Reading, battery, latency, measure, parse_steps, power, read_machine
 from anybit.spec import Bits
@@ -49,18 +49,22 @@ def run(
         raise DataError(f"{master}: the network takes {len(shapes)} inputs; run takes files for networks with one")
     about = session.master.header.about
     chooser = Chooser(find_policy(policy, session, bits=bits, steps=steps, milliseconds=milliseconds))
-    for path, x in read_inputs(find_inputs(inputs), shapes[0], **normalization(about, master)):
-        wanted = chooser.choose(read_machine() if policy in ASKING else Reading())
-        if wanted != session.bits:
-            session.set_bits(weights=wanted.weights, activations=wanted.activations)
-        logits, used = session.run_with_bits(x)
-        for row in logits if not isinstance(logits, dict) else next(iter(logits.values())):
-            found = int(row.argmax())
-            label = class_name(about, found)
-            if as_json:
-                typer.echo(json.dumps({"file": str(path), "class": found, "label": label, "bits": str(used)}))
-            else:
-                console.print(f"{used!s:6} {label:16} {path}", highlight=False, markup=False, soft_wrap=True)
+    files = find_inputs(inputs)
+    with progress_bars() as start:
+        advance = start("files", len(files))
+        for path, x in read_inputs(files, shapes[0], **normalization(about, master)):
+            wanted = chooser.choose(read_machine() if policy in ASKING else Reading())
+            if wanted != session.bits:
+                session.set_bits(weights=wanted.weights, activations=wanted.activations)
+            logits, used = session.run_with_bits(x)
+            for row in logits if not isinstance(logits, dict) else next(iter(logits.values())):
+                found = int(row.argmax())
+                label = class_name(about, found)
+                if as_json:
+                    typer.echo(json.dumps({"file": str(path), "class": found, "label": label, "bits": str(used)}))
+                else:
+                    console.print(f"{used!s:6} {label:16} {path}", highlight=False, markup=False, soft_wrap=True)
+            advance(1)
 
 
 def normalization(about: dict[str, Any], master: Path) -> dict[str, list[float]]:

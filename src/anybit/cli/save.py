@@ -41,19 +41,26 @@ def save(
     """
     pairs = [Bits.parse(word) for word in widths.split()]
     chosen = helpers.replace(",", " ").split()
-    with needs_torch("anybit save"):
-        from anybit.artifact.master import write_master
-        from anybit.data import load_dataset
-        from anybit.quant.lower import translate
-        from anybit.quant.prepare import prepare
-        from anybit.train.checkpoint import load_model
-    path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
-    model, known = load_model(path)
-    dataset = load_dataset(data or str(known.get("data", "")))
-    net = prepare(model, dataset.test.x[:2], input_range=dataset.input_range, per_channel=per_channel, helpers=chosen)
-    x, y = dataset.test.fitting().tensors()
-    test = x.numpy(), y.numpy()
-    graph, header = translate(net)
+    with progress_bars() as start:
+        ready = start("getting ready", 4)
+        with needs_torch("anybit save"):
+            from anybit.artifact.master import write_master
+            from anybit.data import load_dataset
+            from anybit.quant.lower import translate
+            from anybit.quant.prepare import prepare
+            from anybit.train.checkpoint import load_model
+        ready(1)
+        path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
+        model, known = load_model(path)
+        dataset = load_dataset(data or str(known.get("data", "")))
+        x, y = dataset.test.fitting().tensors()
+        test = x.numpy(), y.numpy()
+        ready(1)
+        example, inputs = dataset.test.x[:2], dataset.input_range
+        net = prepare(model, example, input_range=inputs, per_channel=per_channel, helpers=chosen)
+        ready(1)
+        graph, header = translate(net)
+        ready(1)
     about: dict[str, Any] = {
         **header.about,
         "training": known,

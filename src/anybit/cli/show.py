@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from anybit.analysis.bars import errors, progress_bars
 from anybit.report.rows import Summary
 
+__all__ = ["accuracy_table", "console", "errors", "progress_bars"]
+
 console = Console()
-errors = Console(stderr=True)
-
-Advance = Callable[[int], None]
-Task = Callable[[str, int], Advance]
-
-
-@contextlib.contextmanager
-def progress_bars() -> Iterator[Task]:
-    """Give a function that starts a bar of so many steps and returns what moves it on. No bars outside a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=errors, disable=not errors.is_terminal) as progress:
-
-        def start(name: str, total: int) -> Advance:
-            task = progress.add_task(name, total=total)
-            return lambda steps: progress.advance(task, steps)
-
-        yield start
 
 
 def accuracy_table(title: str, summaries: Iterable[Summary], *, gain: tuple[str, str] | None = None) -> Table:

@@ -16,6 +16,7 @@ from anybit.spec import Bits
 
 if TYPE_CHECKING:
     from anybit.analysis.insight import Subject
+    from anybit.analysis.progress import Advance
 
 
 def sweep(
@@ -46,22 +47,24 @@ def sweep(
     Example: anybit sweep runs/digits-l1-0 --widths "W8A8 W4A4 W3A8" --helpers all
     """
     pairs = [Bits.parse(word) for word in widths.split()]
-    with needs_torch("anybit sweep"):
-        from anybit.analysis.insight import measure_insight
-        from anybit.data import Batches
-        from anybit.evaluate.sweep import sweep as run
-        from anybit.provenance import origin
-        from anybit.report.insight import insight_path, write_insight
-        from anybit.report.rows import RowFile, summarize, write_rows
-    path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
-    options = {"per_channel": per_channel, "symmetric": not asymmetric, "ends": ends}
-    subject = _subject(path, data, {**options, "helpers": helpers.replace(",", " ").split()})
-    if plan and not as_json:
-        console.print(str(subject.net.plan), highlight=False, soft_wrap=True)
-    name, test = subject.dataset.name, Batches(subject.dataset.test, 512)
-    target = out or (checkpoint / "rows.json" if checkpoint.is_dir() else None)
-    made = {**origin(), "checkpoint_sha256": _digest(path), "settings": {**options, "helpers": helpers}}
     with progress_bars() as start:
+        ready = start("getting ready", 3)
+        with needs_torch("anybit sweep"):
+            from anybit.analysis.insight import measure_insight
+            from anybit.data import Batches
+            from anybit.evaluate.sweep import sweep as run
+            from anybit.provenance import origin
+            from anybit.report.insight import insight_path, write_insight
+            from anybit.report.rows import RowFile, summarize, write_rows
+        ready(1)
+        path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
+        options = {"per_channel": per_channel, "symmetric": not asymmetric, "ends": ends}
+        subject = _subject(path, data, {**options, "helpers": helpers.replace(",", " ").split()}, ready)
+        if plan and not as_json:
+            console.print(str(subject.net.plan), highlight=False, soft_wrap=True)
+        name, test = subject.dataset.name, Batches(subject.dataset.test, 512)
+        target = out or (checkpoint / "rows.json" if checkpoint.is_dir() else None)
+        made = {**origin(), "checkpoint_sha256": _digest(path), "settings": {**options, "helpers": helpers}}
         advance = start("widths", len(pairs))
         rows = run(subject.net, test, widths=pairs, label=subject.label, seed=subject.seed, on_row=lambda _: advance(1))
         if target is not None:
@@ -77,8 +80,8 @@ def sweep(
         console.print(str(file), highlight=False, soft_wrap=True)
 
 
-def _subject(path: Path, data: str | None, options: dict[str, Any]) -> Subject:
-    """Load a checkpoint with its data and give it its width switch."""
+def _subject(path: Path, data: str | None, options: dict[str, Any], ready: Advance) -> Subject:
+    """Load a checkpoint with its data and give it its width switch: two steps."""
     from anybit.analysis.insight import Subject
     from anybit.data import load_dataset
     from anybit.quant.prepare import prepare
@@ -95,7 +98,9 @@ def _subject(path: Path, data: str | None, options: dict[str, Any]) -> Subject:
             f"{data or dataset.name}: inputs of shape {dataset.shape} in {len(dataset.classes)} classes; "
             f"{path} is for images of {channels} channels in {classes} classes"
         )
+    ready(1)
     net = prepare(model, dataset.test.x[:2], input_range=dataset.input_range, **options)
+    ready(1)
     return Subject(net, model, dataset, path.resolve().parent.name or path.stem, seed)
 
 

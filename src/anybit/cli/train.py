@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from anybit.analysis.progress import Start
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import console, errors, progress_bars
 from anybit.errors import DataError, FileError, RecipeError, SpecError
@@ -34,6 +35,14 @@ def train(
 
     Example: anybit train recipes/digits-l1.toml --seed 1
     """
+    with progress_bars() as start:
+        _train(recipe, out, seed, resume, save_every, tensorboard, start)
+
+
+def _train(
+    recipe: Path, out: Path | None, seed: int | None, resume: bool, save_every: float, tensorboard: bool, start: Start
+) -> None:
+    ready = start("getting ready", 2)
     with needs_torch("anybit train"):
         import dataclasses
 
@@ -42,6 +51,7 @@ def train(
         from anybit.train.loop import train as run
         from anybit.train.recipe import FLAGSHIP, load_recipe
         from anybit.train.run import RunFolder
+    ready(1)
     plan = load_recipe(recipe, penalty=FLAGSHIP)
     if plan.penalty is FLAGSHIP:
         errors.print(
@@ -56,17 +66,17 @@ def train(
         raise FileError(f"{state}: left by an unfinished run; go on with --resume, or delete it to start again")
     try:
         data = load_dataset(plan.data.name)
-        with progress_bars() as start:
-            _, results = run(
-                plan,
-                data,
-                folder,
-                progress=start(plan.name, steps_of(plan, data)),
-                resume=resume,
-                save_every=save_every,
-                board=tensorboard,
-                say=lambda text: errors.print(text, markup=False, highlight=False, soft_wrap=True),
-            )
+        ready(1)
+        _, results = run(
+            plan,
+            data,
+            folder,
+            progress=start(plan.name, steps_of(plan, data)),
+            resume=resume,
+            save_every=save_every,
+            board=tensorboard,
+            say=lambda text: errors.print(text, markup=False, highlight=False, soft_wrap=True),
+        )
     except (DataError, SpecError) as error:  # a name or a size that only now proved wrong
         raise RecipeError(f"{recipe}: {error}") from error
     console.print(f"validation accuracy {100 * results['validation_accuracy']:.1f} %, in floating point")

