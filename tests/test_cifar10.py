@@ -246,6 +246,7 @@ def test_a_broken_prepared_file_says_to_remove_it(damage: bytes | None, cache: P
 
 def test_what_npm_wrote_is_checked(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     npm = tmp_path / "npm"
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: str(npm))
     target = cache / KINDS["png"][2]
     for script, message in [

@@ -40,7 +40,14 @@ Array = npt.NDArray[Any]
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-REASONS = {"needs CIFAR-10", "needs a graphics card", "runs until ctrl-C", "takes a minute", "changes your shell"}
+REASONS = {
+    "needs CIFAR-10",
+    "needs a graphics card",
+    "runs until ctrl-C",
+    "takes a minute",
+    "changes your shell",
+    "starts several processes",
+}
 """Why a block may stand in the documentation without being run."""
 
 VARIES = "<!-- numbers vary -->"

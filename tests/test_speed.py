@@ -207,3 +207,20 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path) -> None:
     for key in ("weight_norm", "activation_norm"):
         assert lines("smooth", "0-of-2", key) == pytest.approx(lines("smooth", "0-of-1", key), rel=1e-2)
     close(load_file(tmp_path / "smooth-0-of-2.safetensors"), load_file(tmp_path / "smooth-0-of-1.safetensors"), 2e-3)
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_speaks(tmp_path: Path) -> None:
+    text = 'name = "a"\nepochs = 1\n[model]\nname = "small-conv"\nwidth = 0.25\n[data]\nname = "digits"\nbatch = 256\n'
+    (tmp_path / "a.toml").write_text(text + "[speed]\nchannels_last = true\naccumulate = 2\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = ["-m", "anybit", "train", "a.toml"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("validation accuracy") == 1
+    assert done.stderr.count("has no table [penalty]") == 1
+    assert "strides" not in done.stderr
+    assert (tmp_path / "runs" / "a-0" / "model.safetensors").is_file()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from anybit.analysis.progress import Start
+from anybit.analysis.progress import Start, quiet
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import console, errors, progress_bars
 from anybit.errors import DataError, FileError, RecipeError, SpecError
@@ -35,8 +38,21 @@ def train(
 
     Example: anybit train recipes/digits-l1.toml --seed 1
     """
-    with progress_bars() as start:
+    # Of several processes that torchrun started, one speaks.
+    leads = os.environ.get("RANK", "0") == "0"
+    with progress_bars() if leads else contextlib.nullcontext(quiet) as start, _silence(not leads):
         _train(recipe, out, seed, resume, save_every, tensorboard, start)
+
+
+@contextlib.contextmanager
+def _silence(wanted: bool) -> Iterator[None]:
+    """Let the consoles say nothing for a while, if wanted; errors are printed after it."""
+    before = console.quiet, errors.quiet
+    console.quiet, errors.quiet = before[0] or wanted, before[1] or wanted
+    try:
+        yield
+    finally:
+        console.quiet, errors.quiet = before
 
 
 def _train(

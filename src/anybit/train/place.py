@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -97,6 +98,9 @@ def placed() -> Iterator[Place]:
         torch.cuda.set_device(place.device)
     dist.init_process_group("nccl" if on_card else "gloo")
     try:
-        yield Place(place.device, dist.get_rank(), dist.get_world_size())
+        with warnings.catch_warnings():
+            # A dimension of length one may have any stride: DDP copies such a gradient, and tells the user about it.
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+            yield Place(place.device, dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
