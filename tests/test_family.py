@@ -119,6 +119,9 @@ def test_bad_settings() -> None:
         UniformNoise(model, widths=(1,))
     with pytest.raises(SpecError, match="at least one width"):
         UniformNoise(model, widths=())
+    for strength in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(SpecError, match="strength is zero or more, in units of the bin"):
+            UniformNoise(model, strength=strength)
     with pytest.raises(SpecError, match="neither"):
         UniformNoise(model, weights=False, activations=False)
     with torch.no_grad():
@@ -150,6 +153,25 @@ def test_noise_is_uniform_over_one_bin_of_the_folded_weight() -> None:
     assert float(plain.abs().max()) <= float(weight.abs().max()) / 14 * (1 + 1e-5)
 
 
+def test_weaker_noise_moves_weights_less() -> None:
+    moved = []
+    x, y = batch()
+    for strength in (1.0, 0.5, 0.0):
+        torch.manual_seed(0)
+        model = Net()
+        seen: list[Tensor] = []
+
+        def closure(model: nn.Module = model, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(model.a.weight.detach().clone())
+            return F.cross_entropy(model(x), y)
+
+        UniformNoise(model, widths=(3,), activations=False, strength=strength).backward(closure)
+        moved.append(seen[-1] - model.a.weight.detach())
+    torch.testing.assert_close(moved[1], moved[0] / 2, rtol=1e-4, atol=1e-6)
+    assert float(moved[0].abs().max()) > 0
+    assert float(moved[2].abs().max()) == 0
+
+
 def test_noise_leaves_weights_alone_and_its_gradient_is_that_of_the_perturbed_point() -> None:
     torch.manual_seed(0)
     model = Net()
@@ -178,7 +200,8 @@ def test_noise_leaves_weights_alone_and_its_gradient_is_that_of_the_perturbed_po
     assert step.activation_norm is None
 
 
-def test_activation_noise_has_the_size_of_a_bin() -> None:
+@pytest.mark.parametrize("strength", [1.0, 0.25, 0.0])
+def test_activation_noise_has_the_size_of_a_bin(strength: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU())
     x = torch.randn(50, 4)
@@ -189,9 +212,11 @@ def test_activation_noise_has_the_size_of_a_bin() -> None:
         seen.append(model(x))
         return seen[-1].sum()
 
-    UniformNoise(model, widths=(4,), weights=False).backward(closure)
+    penalty = UniformNoise(model, widths=(4,), weights=False, strength=2 * strength)
+    penalty.factor = 0.5  # a schedule on its way
+    penalty.backward(closure)
     noise = (seen[-1] - clean).detach()
-    half = float(clean.max()) / 15 / 2
+    half = strength * float(clean.max()) / 15 / 2
     assert float(noise.abs().max()) <= half * (1 + 1e-5)
     assert float(noise.var()) == pytest.approx(half**2 / 3, rel=0.02)
 

@@ -37,6 +37,7 @@ from anybit.train.search import (
     track,
     try_value,
 )
+from anybit.train.storage import open_store
 
 TINY = Recipe(
     name="tiny",
@@ -146,7 +147,9 @@ def test_what_cannot_be_searched_is_refused() -> None:
     for share in (0.0, 1.1, -0.1):
         with pytest.raises(SpecError, match="share"):
             part_of(digits(), share)
-    assert LAMBDA.aim == Knob(("penalty.kurtosis",)).aim == "strongest"
+    assert LAMBDA.aim == Knob(("penalty.kurtosis",)).aim == Knob(("penalty.noise",), (0.1,)).aim == "strongest"
+    with pytest.raises(SpecError, match=r"no range can be proposed for penalty\.noise; give the values"):
+        Knob(("penalty.noise",))
     assert RATE.aim == Knob(("penalty.weight", "optimizer.lr"), (1.0,)).aim == "best"
     with pytest.raises(RecipeError, match=r"unknown key 'penalty\.wieght'"):
         Knob(("penalty.wieght",), (1.0,)).apply(TINY, 1.0)
@@ -288,21 +291,57 @@ def test_an_interrupted_search_loses_one_trial(
     assert scores.asked[: len(before)] == before
 
 
-def test_a_killed_trial_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_left_by_an_earlier_version_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = fake(monkeypatch, {0.01: 0.5, 0.03: 0.8, 0.1: 0.6})
-    (tmp_path / "deeper").mkdir()
-    sampler = optuna.samplers.GridSampler({"value": list(RATE.values)}, seed=0)
-    short = TINY.changed({"epochs": 1})
+    store = open_store(storage(tmp_path), grace=3)
     study = optuna.create_study(
         storage=storage(tmp_path),
-        study_name=study_name(short, digits(), RATE.keys),
-        sampler=sampler,
+        study_name=study_name(TINY.changed({"epochs": 1}), digits(), RATE.keys),
+        sampler=optuna.samplers.GridSampler({"value": list(RATE.values)}, seed=0),
         direction="maximize",
     )
-    study.ask().suggest_float("value", 0.0, 1e12)  # what a process leaves behind that was killed in the middle
-    found = search(TINY, digits(), RATE, storage=storage(tmp_path), share=1.0)
+    left = study.ask().suggest_float("value", 0.0, 1e12)  # what a process left that was killed: no sign of life
+    said: list[str] = []
+    found = search(TINY, digits(), RATE, storage=store, share=1.0, say=said.append)
     assert sorted(scores.asked) == [0.01, 0.03, 0.1]
+    assert scores.asked[-1] == left
+    assert said == [f"waiting for {left:g}, which other workers are trying"]
     assert found.chosen == 0.03
+
+
+def test_tracking_is_done_once_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, dict.fromkeys((0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3), 0.9) | {0.1: 0.5})
+    tracks: list[str] = []
+
+    def track_once(recipe: Recipe, data: Dataset, knob: Knob) -> Tracked:
+        tracks.append(recipe.name)
+        return Tracked(0.5 * 10 ** len(tracks), 500.0)  # on another machine it might come out differently
+
+    monkeypatch.setattr(module, "track", track_once)
+    one, two = (search(TINY, digits(), LAMBDA, storage=storage(tmp_path)) for _ in range(2))
+    assert tracks == ["tiny"]
+    assert one == two
+    assert one.tracked == Tracked(5.0, 500.0)
+    assert set(propose(Tracked(5.0, 500.0))) < set(one.accuracies)
+
+
+def test_where_nothing_was_learned_a_search_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    knob = Knob(("penalty.kurtosis",), (0.1, 0.3, 1.0))
+    said: list[str] = []
+
+    def warned(zero: float, recipe: Recipe, name: str, knob: Knob = knob) -> bool:
+        fake(monkeypatch, {0.0: zero, 0.01: zero - 0.1, 0.1: zero, 0.3: zero - 0.1, 1.0: zero - 0.1})
+        said.clear()
+        search(recipe.changed({"name": name}), digits(), knob, storage=storage(tmp_path), say=said.append)
+        return bool(said)
+
+    assert warned(0.2, TINY, "a")
+    assert said[0].startswith("warning: without the penalty the trials reach only 20.0 %, near guessing")
+    assert not warned(0.9, TINY, "b")
+    base = tmp_path / "base"
+    train(TINY.changed({"epochs": 1}), digits(), base)
+    assert not warned(0.2, TINY.changed({"init": str(base / "model.safetensors")}), "c")
+    assert not warned(0.2, TINY, "d", knob=Knob(("optimizer.lr",), (0.01, 0.1, 0.3)))  # a rate has no zero
 
 
 def test_other_settings_are_another_study(tmp_path: Path) -> None:
@@ -316,6 +355,9 @@ def test_other_settings_are_another_study(tmp_path: Path) -> None:
         study_name(TINY, digits(), LAMBDA.keys),
     ]
     assert len({name, *others}) == 6
+    # How it is computed changes nothing, and names are those of the searches made before it could be chosen.
+    assert study_name(TINY.changed({"speed.channels_last": True}), digits(), RATE.keys) == name
+    assert name == "tiny optimizer.lr 0cda0b6f"
 
 
 # The command

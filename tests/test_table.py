@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,18 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from anybit.analysis import table as module
-from anybit.analysis.table import SETTINGS, Setting, Table, find_table, read_entries, read_searches, run_table
+from anybit.analysis import table as definitions
+from anybit.analysis import table_run as module
+from anybit.analysis.table import (
+    SETTINGS,
+    Job,
+    Setting,
+    Table,
+    find_table,
+    read_entries,
+    read_searches,
+    same_recipe,
+)
 from anybit.analysis.table_rows import (
     DRAWN,
     IMAGENET_ROWS,
@@ -22,6 +34,8 @@ from anybit.analysis.table_rows import (
     TableRow,
     paper_numbers,
 )
+from anybit.analysis.table_run import run_table
+from anybit.analysis.table_share import Shared
 from anybit.analysis.table_show import (
     Cell,
     accuracy_at,
@@ -38,6 +52,7 @@ from anybit.errors import FileError, RecipeError, SpecError
 from anybit.spec import Bits, Row
 from anybit.train.recipe import Recipe, load_recipe
 from anybit.train.search import Found, Knob
+from anybit.train.storage import Store, open_store
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -56,7 +71,7 @@ lr = 0.05
 """
 
 NONE, LESS, STRAIGHT = (row for row in ROWS if row.name in ("none", "kurtosis", "ste-4-4"))
-BOTH = TableRow("both", "Both", {"penalty.noise": True}, takes=("kurtosis",))
+BOTH = TableRow("both", "Both", {"penalty.noise": 1.0}, takes=("kurtosis",))
 SMALL = {"per-tensor": Setting(widths=(Bits(), Bits(4, 4)))}
 
 
@@ -82,7 +97,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Table:
     )
 
 
-def answer(recipe: Recipe, data: Dataset, knob: Knob, *, storage: str, on_trial: Any) -> Found:
+def answer(recipe: Recipe, data: Dataset, knob: Knob, *, storage: Store, on_trial: Any, say: Any) -> Found:
     asked.append((recipe.name, knob.keys, recipe.seed))
     on_trial(0.002, 0.9)
     return Found(knob.keys, knob.aim, 0.002, {0.0: 0.9, 0.002: 0.9, 0.1: 0.1}, 0.005, 1, 1 / 3)
@@ -237,6 +252,60 @@ def test_another_recipe_is_another_row(table: Table) -> None:
     assert entry["recipe"]["optimizer"]["lr"] == 0.01
 
 
+@pytest.mark.usefixtures("measured_at_once")
+def test_how_fast_it_is_computed_makes_no_other_row(table: Table) -> None:
+    run(table, rows=[NONE, LESS])
+    values = json.loads(table.file.read_text())
+    for entry in values["entries"]:
+        del entry["recipe"]["speed"]  # as before there was a choice
+        entry["recipe"]["penalty"]["noise"] = False  # as when it was a switch
+    table.file.write_text(json.dumps(values))
+    path = table.recipes / "laptop" / "one-tune.toml"
+    path.write_text(path.read_text() + "[speed]\nchannels_last = true\n")
+    assert run(table, rows=[NONE, LESS]) == []
+    recipe = load_recipe(path)
+    known = recipe.to_dict()
+    assert same_recipe(known, recipe)
+    assert same_recipe({**known, "speed": {"of": "another version"}}, recipe)
+    assert not same_recipe({**known, "penalty": {**known["penalty"], "noise": True}}, recipe)
+    assert same_recipe({**known, "penalty": {"noise": True}}, recipe.changed({"penalty.noise": 1.0}))
+    assert not same_recipe({**known, "epochs": 7}, recipe)
+    assert not same_recipe({"epochs": 7}, recipe)
+    assert not same_recipe({**known, "penalties": {}}, recipe)
+    assert not same_recipe(None, recipe)
+
+
+@pytest.mark.usefixtures("measured_at_once")
+def test_an_entry_that_came_with_a_clone_is_measured_here(table: Table) -> None:
+    run(table, rows=[NONE])
+    clone = dataclasses.replace(table, runs=table.runs.with_name("other runs"))
+    path = clone.runs / "tiny-one-base-0"
+    path.mkdir(parents=True)
+    for file in (table.runs / "tiny-one-base-0").iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    assert trained(run(clone, rows=[NONE])) == ["none"]  # the file alone does not count
+
+
+def test_many_that_write_at_once_lose_nothing(table: Table) -> None:
+    store = open_store(table.storage)
+
+    def write(network: str) -> None:
+        shared = Shared(table, store)
+        for seed in range(10):
+            job = Job(network, seed, NONE)
+            shared._write(job, {"network": network, "seed": seed, "row": "none", "at": time.time()})
+            shared._write_search(network, f"{seed}", {"chosen": seed})
+
+    networks = ["a", "b", "c", "d"]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, networks))
+    entries = read_entries(table.file)
+    assert {(e["network"], e["seed"]) for e in entries} == {(n, s) for n in networks for s in range(10)}
+    assert len(entries) == 40
+    found = read_searches(table.search_file)
+    assert {network: len(values) for network, values in found.items()} == dict.fromkeys(networks, 10)
+
+
 def test_files_that_are_something_else_are_refused(table: Table) -> None:
     table.results.mkdir()
     table.file.write_text('{"format": "anybit-rows/1"}')
@@ -365,6 +434,10 @@ def test_above_its_own_width_the_better_way_by_validation_counts() -> None:
     assert accuracy_at(flipped, "per-tensor", higher, own) == 0.70
     assert accuracy_at(e, "per-tensor", Bits(2, 2), own) is None
     assert accuracy_at(e, "per-channel", own, own) is None
+    # With helpers only the test split is measured; the way is that of the setting without them.
+    for parts, wanted in ((e, got[higher]), (flipped, 0.70)):
+        settings = {**parts["settings"], "per-tensor, helpers": {"test": parts["settings"]["per-tensor"]["test"]}}
+        assert accuracy_at({**parts, "settings": settings}, "per-tensor, helpers", higher, own) == wanted
 
 
 def test_cells_show_mean_and_spread_over_seeds() -> None:
@@ -460,7 +533,7 @@ def command(*words: str) -> Any:
 
 @pytest.mark.usefixtures("measured_at_once")
 def test_the_command_runs_what_is_missing_and_prints_the_table(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SETTINGS", SMALL)
+    monkeypatch.setattr(definitions, "SETTINGS", SMALL)
     places = ["--recipes", str(table.recipes), "--runs", str(table.runs), "--results", str(table.results)]
     result = command("table1", "--network", "one", "--row", "none", "--seeds", "0, 1", *places)
     assert result.exit_code == 0, result.output

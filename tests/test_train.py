@@ -204,7 +204,7 @@ def test_the_penalty_starts_when_the_recipe_says() -> None:
         {"weight": 1e-2, "ramp": 2},
         {"orthogonal": 1e-2},
         {"kurtosis": 1e-2},
-        {"noise": True},
+        {"noise": 0.5},
     ],
     ids=lambda settings: "-".join(settings),
 )

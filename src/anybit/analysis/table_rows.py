@@ -15,6 +15,9 @@ LAMBDA = ("penalty.weight", "penalty.activation")
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 """Learning rates of straight-through training, where batch norm is folded and no longer tames a large step."""
 
+NOISE = (0.1, 0.3, 1.0)
+"""How far the noise reaches, in bins. At one, two bits of noise in every sixth step cost more than ten points."""
+
 WIDTHS = tuple(Bits(*pair) for pair in ((32, 32), (8, 4), (6, 4), (4, 4), (3, FLOAT), (8, 3), (3, 3)))
 """The paper's widths for CIFAR-10, then narrower ones."""
 
@@ -51,15 +54,15 @@ ROWS = (
     TableRow("kurtosis", "Kurtosis", knob=Knob(("penalty.kurtosis",))),
     TableRow("l1+kurtosis", "L1 + kurtosis", takes=("l1", "kurtosis")),
     _straight_through(Bits(4, 4)),
-    TableRow("noise+kurtosis", "Noise + kurtosis", {"penalty.noise": True}, takes=("kurtosis",)),
-    TableRow("noise+kurtosis+l1", "Noise + kurtosis + L1", {"penalty.noise": True}, takes=("l1", "kurtosis")),
+    TableRow("noise", "Noise", knob=Knob(("penalty.noise",), NOISE)),
+    TableRow("noise+kurtosis", "Noise + kurtosis", takes=("noise", "kurtosis")),
+    TableRow("noise+kurtosis+l1", "Noise + kurtosis + L1", takes=("noise", "l1", "kurtosis")),
     TableRow("l2", "L2 regularization", {"penalty.norm": "l2"}, Knob(LAMBDA)),
     # Without weight decay, as the paper ran it.
     TableRow("dq", "DQ regularization", {"optimizer.weight_decay": 0.0}, Knob(("penalty.orthogonal",))),
     _straight_through(Bits(8, 4)),
     _straight_through(Bits(6, 4)),
     TableRow("ste-multi", "STE, width drawn at random", {"quantize.widths": DRAWN}, Knob(("optimizer.lr",), RATES)),
-    TableRow("noise", "Noise", {"penalty.noise": True}),
     TableRow("l1-range", "L1, in units of the range", {"penalty.scale": "range"}, Knob(LAMBDA)),
     TableRow("worst-case", "Worst case", {"penalty.objective": "worst-case"}, Knob(LAMBDA)),
     TableRow("l1-every-4", "L1, every fourth step", {"penalty.every": 4}, takes=("l1",)),

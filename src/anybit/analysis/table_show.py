@@ -55,16 +55,18 @@ def accuracy_at(entry: Entry, setting: str, bits: Bits, trained_at: Bits | None 
     """Return the test accuracy of one entry at these widths, or `None` if it was not measured.
 
     A straight-through network at widths above its own can keep its own grid, or be quantized again; the better one of
-    the two by validation accuracy is reported.
+    the two by validation accuracy is reported. With helpers nothing is measured on the validation split: there the way
+    is the one that is better without them.
     """
-    measured = entry["settings"].get(setting, {})
-    test, validation = (_by_bits(measured.get(part, ())) for part in ("test", "validation"))
+    measured, without = (entry["settings"].get(name, {}) for name in (setting, setting.removesuffix(", helpers")))
+    test = _by_bits(measured.get("test", ()))
+    validation = _by_bits(measured.get("validation", without.get("validation", ())))
     if bits not in test:
         return None
     ways = [bits]
     if trained_at in test and bits.weights >= trained_at.weights and bits.activations >= trained_at.activations:
         ways.append(trained_at)
-    return test[max(ways, key=lambda way: validation[way])]
+    return test[max(ways, key=lambda way: validation.get(way, 0.0))]
 
 
 def _by_bits(rows: Iterable[Mapping[str, Any]]) -> dict[Bits, float]:

@@ -24,16 +24,27 @@ def reproduce(
     recipes: Annotated[Path, typer.Option(help="The folder of the recipes.")] = Path("recipes"),
     runs: Annotated[Path, typer.Option(help="Where checkpoints go.")] = Path("runs"),
     results: Annotated[Path, typer.Option(help="Where numbers and tables go.")] = Path("results"),
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="Where work is shared: sqlite:///FILE (default: RUNS/search.db), or postgresql://HOST/DATABASE."
+        ),
+    ] = None,
+    grace: Annotated[
+        int, typer.Option(help="Seconds without a sign of life after which another worker's row is taken up.", min=3)
+    ] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measured numbers instead of the table.")] = False,
 ) -> None:
     """Train and measure what is missing of a table, and print it beside the paper's numbers.
 
-    Stop it at any time: the same command goes on where it was.
+    Stop it at any time: the same command goes on where it was. Start it several times, here or on other machines with
+    the same storage: they share base networks, searches and rows.
 
     Example: anybit reproduce table1 --network vgg-like --seeds 0,1,2
     """
     with needs_torch("anybit reproduce"):
-        from anybit.analysis.table import find_table, read_entries, run_table
+        from anybit.analysis.table import find_table, read_entries
+        from anybit.analysis.table_run import run_table
         from anybit.analysis.table_show import write_table
     table = find_table(what, scale, recipes=recipes, runs=runs, results=results)
     if not show:
@@ -43,6 +54,8 @@ def reproduce(
                 networks=network or table.networks,
                 seeds=[_seed(word) for word in seeds.split(",")],
                 rows=[table.row(name) for name in row] if row else table.rows,
+                storage=storage,
+                grace=grace,
                 again=again,
                 say=lambda line: (errors if as_json else console).print(line, highlight=False, soft_wrap=True),
                 start=start,

@@ -28,15 +28,19 @@ def search(
         float, typer.Option(help="Validation accuracy that a strength may cost, in points.", min=0.0)
     ] = 0.5,
     storage: Annotated[
-        str, typer.Option(help="Where trials are kept, as Optuna writes it.")
+        str, typer.Option(help="Where trials are kept and shared: sqlite:///FILE, or postgresql://USER@HOST/DATABASE.")
     ] = "sqlite:///runs/search.db",
+    grace: Annotated[
+        int, typer.Option(help="Seconds without a sign of life after which another worker's trial is taken up.", min=3)
+    ] = 60,
     out: Annotated[Path | None, typer.Option(help="Write what was found to this JSON file too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Find the strongest penalty that costs no accuracy in floating point, or the best learning rate.
 
     Nothing is quantized on the way, except for the learning rate of a recipe with a [quantize] table. A search that was
-    stopped goes on where it was; machines that share a storage share the trials.
+    stopped goes on where it was. Start the same command several times, here or on other machines with the same storage:
+    they share the trials, and all end with the same choice.
 
     Example: anybit search recipes/digits-l1.toml --share 1
     """
@@ -47,26 +51,32 @@ def search(
         from anybit.train.recipe import load_recipe
         from anybit.train.search import RATIOS, Knob
         from anybit.train.search import search as run
+        from anybit.train.storage import open_store
     plan = load_recipe(recipe)
     knob = Knob(tuple(_words(vary)), tuple(_number(word) for word in _words(values or "")))
+    store = open_store(storage, grace=grace)
     try:
         data = load_dataset(plan.data.name)
         with progress_bars() as start:
             advance = start("trials", len(knob.values or RATIOS) + (knob.aim == "strongest"))
 
+            def tell(line: str) -> None:
+                errors.print(line, highlight=False, soft_wrap=True, markup=False)
+
             def on_trial(value: float, accuracy: float) -> None:
-                errors.print(f"{value:g}: {100 * accuracy:.2f} %", highlight=False)
+                tell(f"{value:g}: {100 * accuracy:.2f} %")
                 advance(1)
 
             found = run(
                 plan,
                 data,
                 knob,
-                storage=storage,
+                storage=store,
                 epochs=epochs,
                 share=share,
                 tolerance=tolerance / 100,
                 on_trial=on_trial,
+                say=tell,
             )
     except (DataError, SpecError) as error:
         raise RecipeError(f"{recipe}: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,9 +96,9 @@ def bin_noise(
 class ActivationNoise(TorchFunctionMode):
     """Adds uniform noise of one bin to the output of every activation function."""
 
-    def __init__(self, bits: int) -> None:
+    def __init__(self, bits: int, strength: float = 1.0) -> None:
         super().__init__()
-        self.bits = bits
+        self.bits, self.strength = bits, strength
 
     def __torch_function__(
         self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -112,7 +113,7 @@ class ActivationNoise(TorchFunctionMode):
             return out
         noisy = out.clone()
         with torch.no_grad():  # a constant is added: the graph stays as it is
-            half = self._half_bin(noisy)
+            half = self.strength * self._half_bin(noisy)
             for (part,) in pieces(noisy):
                 part.add_(torch.empty_like(part).uniform_(-half, half))
         return args[0].copy_(noisy) if inplace else noisy
@@ -140,6 +141,7 @@ class UniformNoise(Perturbation):
 
     Args:
         model: The network.
+        strength: How far the noise reaches, in units of the bin: one is what rounding does.
         widths: The widths to draw from, for weights and for activations.
         weights: Perturb the weights.
         activations: Perturb the outputs of activation functions.
@@ -154,11 +156,15 @@ class UniformNoise(Perturbation):
         self,
         model: nn.Module,
         *,
+        strength: float = 1.0,
         widths: Sequence[int] = (2, 3, 4, 5, 6, 8),
         weights: bool = True,
         activations: bool = True,
         layers: str | list[str] | None = None,
     ) -> None:
+        if not 0 <= strength < math.inf:
+            raise SpecError(f"strength is zero or more, in units of the bin; got {strength!r}")
+        self.strength = float(strength)
         self.widths = [check_width(width, "widths") for width in widths]
         if not self.widths:
             raise SpecError("noise needs at least one width to draw from")
@@ -177,15 +183,17 @@ class UniformNoise(Perturbation):
         """Perturb for one step, forward and backward."""
         if self._foldings is None:
             self._foldings = self._find(closures[0])
+        strength = self.factor * self.strength
         weight_bits, activation_bits = self._draw(), self._draw()
         weights = [] if weight_bits == FLOAT else [w for w in self.weights if w.requires_grad]
         with torch.no_grad():
-            values = [w.data + bin_noise(w.data, weight_bits, self._foldings.get(id(w))) for w in weights]
+            drawn = (bin_noise(w.data, weight_bits, self._foldings.get(id(w))) for w in weights)
+            values = [w.data + noise.mul_(strength) for w, noise in zip(weights, drawn, strict=True)]
 
         def noisy(closure: Closure) -> Tensor:
             if not self.activations or activation_bits == FLOAT:
                 return closure()
-            with ActivationNoise(activation_bits):
+            with ActivationNoise(activation_bits, strength):
                 return closure()
 
         with replaced(weights, values), eagerly(self.activations):

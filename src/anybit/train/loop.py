@@ -99,7 +99,7 @@ def make_penalty(recipe: PenaltyRecipe, model: nn.Module, *, measure: bool = Tru
     if recipe.kurtosis:
         parts.append(KurtosisPenalty(model, strength=recipe.kurtosis))
     if recipe.noise:
-        parts.append(UniformNoise(model))
+        parts.append(UniformNoise(model, strength=recipe.noise))
     return parts[0] if len(parts) == 1 else Sum(parts)
 
 

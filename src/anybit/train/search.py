@@ -6,7 +6,8 @@ floating point within a tolerance of that without the penalty. No quantization i
 accuracy: of a straight-through recipe at the widths it trains for.
 
 Every trial is short (one epoch on a fixed part of the training data, unless told otherwise) and is recorded by Optuna
-when it is done, so that a search that was killed goes on with the trial it was in, on this machine or on several.
+when it is done, so that a search that was killed goes on with the trial it was in. Several processes that search for
+the same in one storage, on this machine or on several, share the trials and come to the same choice.
 """
 
 from __future__ import annotations
@@ -15,22 +16,25 @@ import dataclasses
 import hashlib
 import json
 import math
+import platform
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from anybit.data import Dataset
-from anybit.errors import MissingDependency, NonFiniteError, SpecError
+from anybit.errors import FileError, NonFiniteError, SpecError
 from anybit.models import build_model
-from anybit.train.checkpoint import load_weights
+from anybit.train.checkpoint import digest_of, load_weights
 from anybit.train.loop import fit, model_shape, validate
 from anybit.train.place import here
 from anybit.train.recipe import Recipe
+from anybit.train.storage import Store, open_store
+from anybit.train.workers import Work, listed
 
 RATIOS = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Of penalty times strength to loss: "the same order of magnitude", one decade either way."""
@@ -45,8 +49,21 @@ SHARE = 1 / 3
 TRACKED_STEPS = 40
 GRADIENT_KEYS = {"penalty.weight": "weight_norm", "penalty.activation": "activation_norm"}
 TERM_KEYS = {"penalty.orthogonal": "orthogonal", "penalty.kurtosis": "kurtosis"}
+STRENGTHS = {*GRADIENT_KEYS, *TERM_KEYS, "penalty.noise"}
+"""Keys of which the strongest harmless value wins; for noise, which adds nothing to the loss, none can be proposed."""
+
 BARELY = 1e-12
 """A strength that makes a penalty show in the log and does nothing."""
+
+LEARNED = 0.25
+"""The part of the way from guessing to no errors below which a network is too bad to be harmed by a strength."""
+
+NEAR_GUESSING = (
+    "warning: without the penalty the trials reach only {:.1f} %, near guessing, where no strength seems to cost "
+    "anything; start them from a trained network (init in the recipe), or make them longer"
+)
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +88,7 @@ class Knob:
     @property
     def aim(self) -> Literal["strongest", "best"]:
         """How the winner is chosen."""
-        return "strongest" if all(key in GRADIENT_KEYS | TERM_KEYS for key in self.keys) else "best"
+        return "strongest" if STRENGTHS.issuperset(self.keys) else "best"
 
     def apply(self, recipe: Recipe, value: float) -> Recipe:
         """Return the recipe with this value."""
@@ -182,7 +199,8 @@ def track(recipe: Recipe, data: Dataset, knob: Knob, *, steps: int = TRACKED_STE
     """Take some steps of the recipe without the searched penalty and return what loss and penalty come to."""
     n = steps * recipe.data.batch
     short = dataclasses.replace(data, train=data.train.first(n))
-    off = recipe.changed({"epochs": 1, **{key: BARELY if key in TERM_KEYS else 0.0 for key in knob.keys}})
+    strengths = {key: BARELY if key in TERM_KEYS else 0.0 for key in knob.keys}
+    off = recipe.changed({"epochs": 1, "speed.compile": False, **strengths})  # compiled steps do not show the norms
     lines: list[dict[str, Any]] = []
     fit(_start(off, data), off, short, log=lambda **values: lines.append(values), place=here())
     names = [(GRADIENT_KEYS | TERM_KEYS)[key] for key in knob.keys]
@@ -215,11 +233,12 @@ def search(
     data: Dataset,
     knob: Knob,
     *,
-    storage: str,
+    storage: str | Store,
     epochs: int = 1,
     share: float = SHARE,
     tolerance: float = TOLERANCE,
     on_trial: Callable[[float, float], None] | None = None,
+    say: Say | None = None,
 ) -> Found:
     """Try every value of the knob, as far as `storage` does not know it yet, and choose.
 
@@ -227,22 +246,22 @@ def search(
         recipe: The training to be done later in full; its seed and start are used.
         data: The data set; the test split is not touched.
         knob: What is varied.
-        storage: Where trials are kept, as Optuna writes it: `sqlite:///runs/search.db`, or a database server.
+        storage: Where trials are kept, as Optuna writes it: `sqlite:///runs/search.db`, or a database server. Whoever
+            searches for the same there at the same time takes a part of the trials.
         epochs: Length of a trial.
         share: The part of the training data that a trial sees, always the same.
         tolerance: The accuracy that a strength may cost.
-        on_trial: Called with value and accuracy after each new trial.
+        on_trial: Called with value and accuracy after each trial made here.
+        say: Told what is waited for, and what is odd about the search, a sentence at a time.
     """
     short = recipe.changed({"epochs": epochs})
     part = part_of(data, share)
-    tracked = None
-    values = knob.values
-    if not values:
-        tracked = track(short, data, knob)
-        values = propose(tracked)
+    store = open_store(storage) if isinstance(storage, str) else storage
+    grid = _Grid(short, part, knob, store=store, on_trial=on_trial, say=say or _nothing)
+    tracked = None if knob.values else grid.tracked(data)
+    values = knob.values if tracked is None else propose(tracked)
     if knob.aim == "strongest":
         values = (0.0, *values)
-    grid = _Grid(short, part, knob, values, storage=storage, on_trial=on_trial)
     for _ in range(GROWTH + 1):
         accuracies = grid.run(values)
         chosen = choose_strongest(accuracies, tolerance) if knob.aim == "strongest" else choose_best(accuracies)
@@ -250,69 +269,105 @@ def search(
         if further is None:
             break
         values = (*values, further)
+    if recipe.init is None and not learned(accuracies.get(0.0, 1.0), len(data.classes)):
+        grid.say(NEAR_GUESSING.format(100 * accuracies[0.0]))
     return Found(knob.keys, knob.aim, chosen, accuracies, tolerance, epochs, share, tracked)
 
 
+def _nothing(text: str) -> None:
+    pass
+
+
+def learned(accuracy: float, classes: int) -> bool:
+    """Tell whether a network does so much better than guessing that something could be harmed.
+
+    >>> learned(0.3, classes=10), learned(0.6, classes=10), learned(0.6, classes=2)
+    (False, True, False)
+    """
+    return accuracy - 1 / classes >= LEARNED * (1 - 1 / classes)
+
+
 def study_name(recipe: Recipe, data: Dataset, keys: Sequence[str]) -> str:
-    """Return a name that changes with whatever would make old trials stale."""
-    about = json.dumps([recipe.to_dict(), data.name, len(data.train), list(keys)], sort_keys=True)
+    """Return a name that changes with whatever would make old trials stale; how fast they are computed does not."""
+    values = {key: value for key, value in recipe.to_dict().items() if key != "speed"}
+    if (noise := recipe.penalty.noise) in (0.0, 1.0):  # once a switch, and so it is in the names of old studies
+        values["penalty"]["noise"] = bool(noise)
+    about = json.dumps([values, data.name, len(data.train), list(keys)], sort_keys=True)
     return f"{recipe.name} {'+'.join(keys)} {hashlib.sha256(about.encode()).hexdigest()[:8]}"
 
 
 class _Grid:
-    """The trials of one search, kept by Optuna."""
+    """The trials of one search, of which this process makes those that it claims first."""
 
     def __init__(
         self,
         recipe: Recipe,
         data: Dataset,
         knob: Knob,
-        values: Sequence[float],
         *,
-        storage: str,
+        store: Store,
         on_trial: Callable[[float, float], None] | None,
+        say: Say,
     ) -> None:
-        self.recipe, self.data, self.knob, self.on_trial = recipe, data, knob, on_trial
-        self.optuna = _optuna()
-        if storage.startswith("sqlite:///"):
-            Path(storage.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-        self.sampler = self.optuna.samplers.GridSampler({"value": list(values)}, seed=recipe.seed)
-        self.study = self.optuna.create_study(
-            storage=storage,
-            sampler=self.sampler,
-            study_name=study_name(recipe, data, knob.keys),
-            direction="maximize",
-            load_if_exists=True,
-        )
+        self.recipe, self.data, self.knob, self.on_trial, self.say = recipe, data, knob, on_trial, say
+        self.work = Work(store, study_name(recipe, data, knob.keys))
+        self._said: tuple[float | str, ...] = ()
+        if recipe.init is not None:
+            self._check_start(recipe.init)
+
+    def _check_start(self, init: str) -> None:
+        """Refuse to add to trials that began from other weights, as may be on another machine under the same name."""
+        start = digest_of(_start(self.recipe, self.data).state_dict())
+        known = self.work.note("start")
+        if known is None:
+            self.work.take_note("start", {"digest": start, "host": platform.node()})
+        elif known["digest"] != start:
+            raise FileError(
+                f"{init}: the trials in {self.work.store.url} began from other weights (those on {known['host']}); "
+                "copy that file here to go on with them, or give another storage to search anew"
+            )
+
+    def tracked(self, data: Dataset) -> Tracked:
+        """Return what the grid is proposed from, the same for all: whoever comes first works it out."""
+        while (known := self.work.note("tracked")) is None:
+            claim = self.work.claim("tracking", done=lambda: self.work.note("tracked") is not None)
+            if claim is None:
+                self._wait(["tracking"], "loss and penalty, which another worker is tracking")
+                continue
+            with claim:
+                self.work.take_note("tracked", dataclasses.asdict(track(self.recipe, data, self.knob)))
+        return Tracked(**known)
 
     def run(self, values: Sequence[float]) -> dict[float, float]:
-        """Try what is not known yet; return the accuracy of every value."""
-        # The sampler hands out what nobody has tried or is trying, and stops when there is nothing left.
-        if not self.sampler.is_exhausted(self.study):
-            self.study.optimize(self._trial)
-        # An interrupted trial counts as tried there; here it is taken up again, and so is what the grid grew by.
-        while missing := [value for value in values if value not in self._done()]:
-            self.study.enqueue_trial({"value": missing[0]})
-            self.study.optimize(self._trial, n_trials=1)
-        done = self._done()
-        return {value: done[value] for value in values}
+        """Try what is not known yet and nobody else is trying; return the accuracy of every value."""
+        while missing := [value for value in values if value not in self._accuracies()]:
+            if not any(self._try(value) for value in missing):
+                others = [value for value in missing if value in self.work.running()]
+                self._wait(others, f"{listed(others)}, which other workers are trying" if others else "")
+        accuracies = self._accuracies()
+        return {value: accuracies[value] for value in values}
 
-    def _trial(self, trial: Any) -> float:
-        value = trial.suggest_float("value", 0.0, 1e12)
-        accuracy = try_value(self.recipe, self.data, self.knob, value)
-        if self.on_trial is not None:
-            self.on_trial(value, accuracy)
-        return accuracy
+    def _try(self, value: float) -> bool:
+        """Make one trial, unless somebody else does; return whether it was made here."""
+        claim = self.work.claim(value, done=lambda: value in self._accuracies())
+        if claim is None:
+            return False
+        with claim:
+            if claim.lost is not None:
+                self.say(f"{value:g}: taken up again; {claim.lost} died while trying it")
+            accuracy = try_value(self.recipe, self.data, self.knob, value)
+            if not claim.finish(accuracy):
+                self.say(f"{value:g}: done, but nothing was heard from here for so long that another worker took it up")
+            elif self.on_trial is not None:
+                self.on_trial(value, accuracy)
+        return True
 
-    def _done(self) -> dict[float, float]:
-        complete = self.study.get_trials(deepcopy=False, states=[self.optuna.trial.TrialState.COMPLETE])
-        return {trial.params["value"]: trial.value for trial in complete}
+    def _accuracies(self) -> dict[float, float]:
+        return {unit: trial.value for unit, trial in self.work.done().items() if isinstance(unit, float)}
 
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise MissingDependency("optuna", "search", "a search") from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
+    def _wait(self, units: Sequence[float | str], what: str) -> None:
+        """Wait for others, and say so once."""
+        if what and tuple(units) != self._said:
+            self._said = tuple(units)
+            self.say(f"waiting for {what}")
+        time.sleep(self.work.store.pause)
