@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate soak docs setup clean
+.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate bench-scale soak docs setup clean
 
 demo: $(READY)
 	@$(BIN)/anybit demo
@@ -33,6 +33,9 @@ bench-helpers: $(READY)
 
 bench-allocate: $(READY)
 	@$(BIN)/python benchmarks/allocate.py
+
+bench-scale: $(READY)
+	@$(BIN)/python benchmarks/scale.py
 
 docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

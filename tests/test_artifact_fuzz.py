@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from test_artifact_small import HEADER, MODEL, header_with, write
+from test_artifact_small import HEADER, MODEL, header_with, packed, write
 
 from anybit.artifact import wire
 from anybit.artifact.adopt import adopt
 from anybit.artifact.format import DIGEST, KEY, Weight, write_header
-from anybit.artifact.master import pack
 from anybit.artifact.session import Session, load
 from anybit.errors import AnybitError
 from anybit.spec import Bits
@@ -61,7 +60,7 @@ def masters(count: int) -> list[bytes]:
     rng = np.random.default_rng(0)
     weights = tuple(Weight(w.name, w.tensor, 0, symmetric=False) for w in HEADER.weights)
     headers = [HEADER, header_with(store="int8"), header_with(store="fp16"), header_with(weights=weights)]
-    whole = [pack(MODEL, header, where="") for header in headers]
+    whole = [packed(header) for header in headers]
     graphs = [onnx.load_model_from_string(data).graph.SerializeToString() for data in whole]
     texts = [write_header(header) for header in headers]
     out = []

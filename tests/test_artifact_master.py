@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from test_artifact_small import HEADER, MODEL, header_with, small_master, write
+from test_artifact_small import HEADER, MODEL, header_with, packed, small_master, write
 
 from anybit.artifact import wire
 from anybit.artifact.format import DIGEST, KEY, Activation, Bias, Header, Weight, read_header, write_header
-from anybit.artifact.master import open_master, pack, write_master
+from anybit.artifact.master import open_master, write_master
 from anybit.artifact.runtime import onnxruntime
 from anybit.errors import FileError, SpecError
 from anybit.spec import Bits, Range
@@ -71,7 +71,9 @@ def changed(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("version", 2, "version is 2, this anybit reads up to 1; update"),
+        ("version", 3, "version is 3, this anybit reads up to 2; update"),
+        ("version", 2, "field 'data' is missing"),
+        ("data", {"file": "x", "bytes": 1, "sha256": "0" * 64}, "unknown field 'data'"),
         ("version", "1", "version must be a whole number"),
         ("version", True, "version must be a whole number"),
         ("version", ..., "version must be a whole number"),
@@ -309,7 +311,7 @@ def test_a_graph_that_means_harm_is_refused_quickly(attack: str, tmp_path: Path)
 )
 def test_stored_codes_are_checked(part: str, value: Any, message: str, tmp_path: Path) -> None:
     header = header_with(store="int8")
-    model = onnx.load_model_from_string(pack(MODEL, header, where=""))
+    model = onnx.load_model_from_string(packed(header))
     del model.metadata_props[:]
     replace_tensor(model, f"a.weight.{part}", np.asarray(value))
     with pytest.raises(FileError, match=message):
@@ -361,7 +363,7 @@ def test_two_graphs_in_one_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "twice.onnx").write_bytes(data + wire.entry(KEY, "{}"))
     with pytest.raises(FileError, match="metadata 'anybit' is there twice"):
         open_master(tmp_path / "twice.onnx")
-    (tmp_path / "none.onnx").write_bytes(pack(MODEL, HEADER, where="").replace(DIGEST.encode(), b"anybit.digesT"))
+    (tmp_path / "none.onnx").write_bytes(packed(HEADER).replace(DIGEST.encode(), b"anybit.digesT"))
     with pytest.raises(FileError, match="does not fit its contents"):
         open_master(tmp_path / "none.onnx")
 

@@ -34,7 +34,7 @@ def test_every_convolution_and_matrix_product_runs_on_integers(
     for bits in (Bits(8, 8), Bits(4, 8), Bits(4, 4), Bits(2, 3)):
         for packed in (False, True):
             model, _ = requantize(master, master.header.widths(bits), packed=packed)
-            onnx.checker.check_model(model, full_check=True)
+            onnx.checker.check_model(model.model, full_check=True)
             found = optimized(model, tmp_path)
             assert found["QLinearConv"] == kinds["Conv"] > 0, (bits, found)
             assert found["QGemm"] == kinds["Gemm"] > 0, (bits, found)

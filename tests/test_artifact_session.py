@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, numpy_helper
 from test_artifact_small import HEADER, MODEL, header_with, small_master
 
+from anybit.artifact.bundle import Bundle
 from anybit.artifact.codes import encode, pack_int4
 from anybit.artifact.export import NOTE, export
 from anybit.artifact.format import Activation, Weight
@@ -55,20 +56,20 @@ def test_codes_stand_for_the_values_of_the_grid(w: Any, bits: int, symmetric: bo
 @given(hnp.arrays(np.int8, hnp.array_shapes(max_dims=3, max_side=7), elements=st.integers(-8, 7)))
 @settings(max_examples=100, deadline=None)
 def test_packed_codes_are_what_onnx_reads(values: Any) -> None:
-    tensor = TensorProto(dims=values.shape, data_type=TensorProto.INT4, raw_data=pack_int4(values))
+    tensor = TensorProto(dims=values.shape, data_type=TensorProto.INT4, raw_data=pack_int4(values).tobytes())
     np.testing.assert_array_equal(numpy_helper.to_array(tensor).astype(np.int8), values)
 
 
 # What ONNX Runtime makes of it
 
 
-def optimized(model: onnx.ModelProto, folder: Path) -> Counter[str]:
+def optimized(bundle: Bundle, folder: Path) -> Counter[str]:
     """Return the operators that are left when ONNX Runtime has fused what it can."""
     ort = onnxruntime()
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(folder / "optimized.onnx")
     options.log_severity_level = 3
-    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    ort.InferenceSession(bundle.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return Counter(node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node)
 
 

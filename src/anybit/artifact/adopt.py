@@ -18,7 +18,8 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper, version_converter
 
 from anybit.artifact import wire
-from anybit.artifact.check import OPSET, check_model, tensors_of
+from anybit.artifact.bundle import Bundle, location, shaped
+from anybit.artifact.check import OPSET, bytes_of, check_model, tensors_of
 from anybit.artifact.format import STORES, Activation, Bias, Header, Weight
 from anybit.artifact.master import write_master
 from anybit.artifact.requantize import LAYERS, PASSING
@@ -63,9 +64,9 @@ def adopt(
     """
     if store not in STORES:
         raise SpecError(f"store must be one of {', '.join(STORES)}; got {store!r}")
-    model = read_plain(Path(path))
+    model = read_bundle(Path(path))
     where = str(path)
-    norms = fold_batch_norms(model.graph)
+    norms = fold_batch_norms(model)
     values = _points(model.graph)
     ranges: dict[str, Range] = {}
     if calibration is not None:
@@ -91,15 +92,20 @@ def adopt(
 
 
 def read_plain(path: Path) -> onnx.ModelProto:
+    """Read somebody's ONNX model for a look at it; large tensors have a name and a shape, and no numbers."""
+    return read_bundle(path).model
+
+
+def read_bundle(path: Path) -> Bundle:
     """Read somebody's ONNX model and bring it into the form that a master has."""
     wire.size_of(path, what="an ONNX model")
-    model = onnx.ModelProto()
+    bundle = Bundle(onnx.ModelProto())
     try:
-        model.ParseFromString(path.read_bytes())
-        _load_external(model, path)
-        if [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")] != [OPSET]:
-            model = version_converter.convert_version(model, OPSET)
-        _settle(model.graph)
+        bundle.model.ParseFromString(path.read_bytes())
+        _load_external(bundle, path)
+        if [o.version for o in bundle.model.opset_import if o.domain in ("", "ai.onnx")] != [OPSET]:
+            bundle = _converted(bundle)
+        _settle(bundle)
     except FileError:
         raise
     except Exception as error:  # the C++ side raises what it likes
@@ -107,38 +113,62 @@ def read_plain(path: Path) -> onnx.ModelProto:
         raise FileError(
             f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators ({reason})"
         ) from error
+    model = bundle.model
     kept = [entry for entry in model.opset_import if entry.domain == ""]
     del model.opset_import[:]
     model.opset_import.extend(kept)
     model.ir_version = 10
     del model.metadata_props[:]
-    check_model(model, {}, where=str(path))
+    check_model(bundle, {}, where=str(path))
     if not any(node.op_type in LAYERS for node in model.graph.node):
         raise FileError(f"{path}: has no layer to quantize; {', '.join(sorted(LAYERS))} are known")
-    return model
+    return bundle
 
 
-def _load_external(model: onnx.ModelProto, path: Path) -> None:
-    """Read data from other files, if those lie in the model's folder."""
-    folder = path.parent.resolve()
-    for node in model.graph.node:
+def _load_external(bundle: Bundle, path: Path) -> None:
+    """Take data from other files, if those lie in the model's folder."""
+    graph, folder = bundle.graph, path.parent.resolve()
+    for node in graph.node:
         if any(a.graphs or a.HasField("g") for a in node.attribute):
             raise FileError(f"{path}: node {node.name[:60]!r} has a subgraph; control flow is not supported")
-    tensors = [*model.graph.initializer, *(t for n in model.graph.node for a in n.attribute for t in tensors_of(a))]
-    outside = [t for t in tensors if t.data_location == TensorProto.EXTERNAL]
-    for tensor in outside:
-        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-        target = (folder / location).resolve()
-        if not location or not target.is_relative_to(folder) or not target.is_file():
-            raise FileError(
-                f"{path}: tensor {tensor.name[:60]!r}: its data lie outside the folder, at {location[:80]!r}"
-            )
-    if outside:
-        onnx.external_data_helper.load_external_data_for_model(model, str(folder))
+    tensors = [*graph.initializer, *(t for n in graph.node for a in n.attribute for t in tensors_of(a))]
+    files: dict[Path, Array] = {}
+    for tensor in tensors:
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        spot = f"{path}: tensor {tensor.name[:60]!r}"
+        target = (folder / location(tensor)).resolve()
+        if not location(tensor) or not target.is_relative_to(folder) or not target.is_file():
+            raise FileError(f"{spot}: its data lie outside the folder, at {location(tensor)[:80]!r}")
+        if target not in files:
+            files[target] = np.memmap(target, np.uint8, "r")
+        start = int(next((entry.value for entry in tensor.external_data if entry.key == "offset"), 0))
+        length = bytes_of(tensor, where=spot)
+        if start < 0 or start + length > len(files[target]):
+            raise FileError(f"{spot}: needs {length} bytes from byte {start} on, {target.name} ends before")
+        found = np.require(shaped(files[target][start : start + length], tensor), requirements="A")
+        bundle.fill(tensor, found)
 
 
-def _settle(graph: onnx.GraphProto) -> None:
+def _converted(bundle: Bundle) -> Bundle:
+    """Return a model with the operators of this version; the converter sees large tensors as inputs."""
+    large = [tensor for tensor in bundle.graph.initializer if bundle.apart(tensor) is not None]
+    rest = Bundle(bundle.copy().model)
+    rest.set_initializers([tensor for tensor in bundle.graph.initializer if bundle.apart(tensor) is None])
+    listed = {value.name for value in rest.graph.input}
+    rest.graph.input.extend(
+        helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        for tensor in large
+        if tensor.name not in listed
+    )
+    model = version_converter.convert_version(rest.model, OPSET)
+    model.graph.initializer.extend(large)
+    return Bundle(model, bundle.arrays)
+
+
+def _settle(bundle: Bundle) -> None:
     """Make constants initializers, and put an Identity behind every input, so that nodes make all values."""
+    graph = bundle.graph
     held = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in held]  # old models list weights as inputs too
     nodes, swap = [], {}
@@ -154,9 +184,7 @@ def _settle(graph: onnx.GraphProto) -> None:
             continue
         node.input[:] = [swap.get(name, name) for name in node.input]
         nodes.append(node)
-    tensors = [numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name) for tensor in graph.initializer]
-    del graph.initializer[:]
-    graph.initializer.extend(tensors)
+    bundle.set_initializers([bundle.tensor(bundle.array(tensor), tensor.name) for tensor in graph.initializer])
     del graph.value_info[:]
     del graph.input[:]
     graph.input.extend(inputs)
@@ -167,8 +195,9 @@ def _settle(graph: onnx.GraphProto) -> None:
 # Batch norm
 
 
-def fold_batch_norms(graph: onnx.GraphProto) -> dict[str, tuple[Array, Array]]:
+def fold_batch_norms(bundle: Bundle) -> dict[str, tuple[Array, Array]]:
     """Fold every batch norm that alone follows a convolution; return beta and gamma of each value that has them."""
+    graph = bundle.graph
     held = {tensor.name: tensor for tensor in graph.initializer}
     uses = Counter(name for node in graph.node for name in node.input) + Counter(v.name for v in graph.output)
     makers = {value: node for node in graph.node for value in node.output}
@@ -178,7 +207,7 @@ def fold_batch_norms(graph: onnx.GraphProto) -> dict[str, tuple[Array, Array]]:
         kept.append(node)
         if node.op_type != "BatchNormalization" or any(name not in held for name in node.input[1:5]):
             continue
-        gamma, beta, mean, var = (numpy_helper.to_array(held[name]).astype(np.float32) for name in node.input[1:5])
+        gamma, beta, mean, var = (bundle.array(held[name]).astype(np.float32) for name in node.input[1:5])
         norms[node.output[0]] = beta, gamma
         layer = makers.get(node.input[0])
         if layer is None or layer.op_type != "Conv" or layer.input[1] not in held:
@@ -187,23 +216,19 @@ def fold_batch_norms(graph: onnx.GraphProto) -> dict[str, tuple[Array, Array]]:
             continue
         eps = next((a.f for a in node.attribute if a.name == "epsilon"), 1e-5)
         factor = gamma / np.sqrt(var + np.float32(eps))
-        weight = numpy_helper.to_array(held[layer.input[1]])
+        weight = bundle.array(held[layer.input[1]])
         has_bias = len(layer.input) > 2 and bool(layer.input[2])
-        old = numpy_helper.to_array(held[layer.input[2]]) if has_bias else np.zeros_like(mean)
-        held[layer.input[1]].CopyFrom(
-            numpy_helper.from_array(weight * factor.reshape(-1, *[1] * (weight.ndim - 1)), layer.input[1])
-        )
+        old = bundle.array(held[layer.input[2]]) if has_bias else np.zeros_like(mean)
+        bundle.fill(held[layer.input[1]], weight * factor.reshape(-1, *[1] * (weight.ndim - 1)))
         bias = f"{layer.input[1]}.bias"
-        graph.initializer.append(numpy_helper.from_array(np.asarray(beta + (old - mean) * factor, np.float32), bias))
+        graph.initializer.append(bundle.tensor(np.asarray(beta + (old - mean) * factor, np.float32), bias))
         layer.input[:] = [*layer.input[:2], bias]
         layer.output[0] = node.output[0]
         kept.pop()
     del graph.node[:]
     graph.node.extend(kept)
     used = {name for node in kept for name in node.input}
-    rest = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(rest)
+    bundle.set_initializers([tensor for tensor in graph.initializer if tensor.name in used])
     return norms
 
 
@@ -308,10 +333,9 @@ def _biases(graph: onnx.GraphProto, points: Mapping[str, str]) -> tuple[Bias, ..
     return tuple(found)
 
 
-def calibrate(model: onnx.ModelProto, values: list[str], feeds: Iterable[Feed], *, where: str) -> dict[str, Range]:
+def calibrate(model: Bundle, values: list[str], feeds: Iterable[Feed], *, where: str) -> dict[str, Range]:
     """Return the smallest and largest entry of each value over all inputs."""
-    watched = onnx.ModelProto()
-    watched.CopyFrom(model)
+    watched = model.copy()
     del watched.graph.output[:]
     for value in values:
         for operator in ("ReduceMin", "ReduceMax"):

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anybit.artifact.export import export
+from anybit.artifact.pieces import size_on_disk
 from anybit.artifact.session import Session
 from anybit.errors import DataError
 from anybit.spec import Bits
@@ -155,4 +156,4 @@ def footprint(master: Path, bits: Bits, feed: dict[str, Array]) -> tuple[int, in
         done = subprocess.run([sys.executable, "-c", _PROBE, str(out), str(inputs)], capture_output=True, text=True)
         if done.returncode:
             raise DataError(f"{master}: the memory at {bits} cannot be measured ({done.stderr.strip()[-200:]})")
-        return out.stat().st_size, int(done.stdout)
+        return size_on_disk(out), int(done.stdout)

@@ -1,7 +1,7 @@
 """What a graph from a stranger must satisfy before ONNX Runtime may see it.
 
-One operator domain, no subgraphs (a loop may never end), no data outside the file, every tensor as long as its
-shape says, attributes that a kernel can divide by, and no intermediate tensor of absurd size.
+One operator domain, no subgraphs (a loop may never end), no data in files that nobody checked, every tensor as long as
+its shape says, attributes that a kernel can divide by, and no intermediate tensor of absurd size.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 
+from anybit.artifact.bundle import Array, Bundle, has_nan
 from anybit.errors import FileError
 
 OPSET = 21
@@ -35,8 +36,9 @@ _POSITIVE = {"strides", "dilations", "kernel_shape", "group", "hidden_size", "nu
 _NOT_NEGATIVE = {"pads", "output_padding"}
 
 
-def check_model(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
+def check_model(bundle: Bundle, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
     """Refuse a model that could do harm; `shapes` are those of float tensors that the graph uses but does not hold."""
+    model = bundle.model
     if [(o.domain, o.version) for o in model.opset_import] != [("", OPSET)]:
         raise FileError(f"{where}: opset_import must be the standard operators at version {OPSET}, and nothing else")
     for name in ("functions", "training_info"):
@@ -51,7 +53,7 @@ def check_model(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, w
     for i, node in enumerate(graph.node):
         check_node(node, where=f"{where}: node {i} ({node.op_type[:40]})")
     for tensor in graph.initializer:
-        check_tensor(tensor, where=f"{where}: tensor {tensor.name[:60]!r}")
+        check_tensor(tensor, bundle.apart(tensor), where=f"{where}: tensor {tensor.name[:60]!r}")
     for value in [*graph.input, *graph.output]:
         _check_type(value.type, where=f"{where}: {value.name[:60]!r}")
     if not graph.input or not graph.output:
@@ -69,7 +71,7 @@ def check_node(node: NodeProto, *, where: str) -> None:
         if attribute.HasField("sparse_tensor") or attribute.sparse_tensors or attribute.ref_attr_name:
             raise FileError(f"{where}: attribute {attribute.name[:40]!r} is of a kind that is not supported")
         for tensor in tensors_of(attribute):
-            check_tensor(tensor, where=f"{where}: attribute {attribute.name[:40]!r}")
+            check_tensor(tensor, None, where=f"{where}: attribute {attribute.name[:40]!r}")
         values = [attribute.i, *attribute.ints] if attribute.type == AttributeProto.INT else list(attribute.ints)
         least = 1 if attribute.name in _POSITIVE else 0 if attribute.name in _NOT_NEGATIVE else None
         if least is not None and not all(least <= v <= _LARGEST for v in values):
@@ -83,21 +85,30 @@ def tensors_of(attribute: AttributeProto) -> Iterator[TensorProto]:
     yield from attribute.tensors
 
 
-def check_tensor(tensor: TensorProto, *, where: str) -> None:
-    """Refuse data outside the file, unknown types, and data of another length than the shape says."""
-    if tensor.data_location == TensorProto.EXTERNAL or tensor.external_data:
-        raise FileError(f"{where}: its data lie in another file; a master is one file, save it in one piece")
+def check_tensor(tensor: TensorProto, apart: Array | None, *, where: str) -> None:
+    """Refuse unknown types, data of another length than the shape says, and what is not a number.
+
+    Args:
+        tensor: The tensor.
+        apart: Its numbers, if somebody has checked where they lie and taken them from there.
+        where: The file and the place in it.
+    """
+    if apart is None and (tensor.data_location == TensorProto.EXTERNAL or tensor.external_data):
+        raise FileError(f"{where}: its data lie in another file, which the header does not name")
+    wanted = bytes_of(tensor, where=where)
+    found = len(tensor.raw_data) if apart is None else apart.nbytes
+    if tensor.HasField("segment") or found != wanted:
+        raise FileError(f"{where}: shape {list(tensor.dims)[:8]} needs {wanted} bytes in raw_data, there are {found}")
+    kind = _FLOATS.get(tensor.data_type)
+    if kind is not None and has_nan(np.frombuffer(tensor.raw_data, kind) if apart is None else apart):
+        raise FileError(f"{where}: has NaN entries")
+
+
+def bytes_of(tensor: TensorProto, *, where: str) -> int:
+    """Return how many bytes a tensor of this type and shape has, or say that there is no such tensor."""
     if tensor.data_type not in _LENGTHS:
         raise FileError(f"{where}: data_type {tensor.data_type} is none that a master holds")
-    count = entries(tensor.dims, where=where)
-    if tensor.HasField("segment") or len(tensor.raw_data) != count * _LENGTHS[tensor.data_type]:
-        raise FileError(
-            f"{where}: shape {list(tensor.dims)[:8]} needs {count * _LENGTHS[tensor.data_type]} bytes in raw_data, "
-            f"there are {len(tensor.raw_data)}"
-        )
-    kind = _FLOATS.get(tensor.data_type)
-    if kind is not None and np.isnan(np.frombuffer(tensor.raw_data, kind)).any():
-        raise FileError(f"{where}: has NaN entries")
+    return entries(tensor.dims, where=where) * _LENGTHS[tensor.data_type]
 
 
 def entries(dims: Iterable[int], *, where: str) -> int:
@@ -121,13 +132,18 @@ def _infer(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, where:
     probe = onnx.ModelProto()
     probe.CopyFrom(model)
     del probe.graph.value_info[:]
+    large = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+    inside = [tensor for tensor in model.graph.initializer if tensor.data_location != TensorProto.EXTERNAL]
+    del probe.graph.initializer[:]
+    probe.graph.initializer.extend(inside)
     for value in probe.graph.input:
         for dim in value.type.tensor_type.shape.dim:
             if not dim.HasField("dim_value"):
                 dim.dim_value = 1
-    probe.graph.input.extend(
-        onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()
-    )
+    # What lies outside of the graph comes in as an input of the same type and shape.
+    outside = [(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    outside += [(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in large]
+    probe.graph.input.extend(onnx.helper.make_tensor_value_info(*value) for value in outside)
     try:
         onnx.checker.check_model(probe)
         inferred = onnx.shape_inference.infer_shapes(probe, check_type=True, strict_mode=True, data_prop=True)

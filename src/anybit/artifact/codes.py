@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper
 
+from anybit.artifact.bundle import Bundle
 from anybit.artifact.format import Weight
 from anybit.rounding.clip import mse_range
 from anybit.rounding.grid import Grid, dequantize, make_grid, min_max, quantize
@@ -29,17 +30,18 @@ class Codes:
     axis: int | None
     bits: int
 
-    def tensors(self, name: str, *, packed: bool = False, fused: bool = True) -> list[TensorProto]:
-        """Return the initializers; `packed` stores up to 4 bits as INT4, two codes to a byte."""
-        values = numpy_helper.from_array(self.values, f"{name}.codes")
+    def tensors(self, name: str, into: Bundle, *, packed: bool = False, fused: bool = True) -> list[TensorProto]:
+        """Return the initializers for a bundle; `packed` stores up to 4 bits as INT4, two codes to a byte."""
         if packed and self.fits_int4:
-            values = TensorProto(name=values.name, dims=values.dims, data_type=TensorProto.INT4)
-            values.raw_data = pack_int4(self.values)
+            values = TensorProto(name=f"{name}.codes", dims=self.values.shape, data_type=TensorProto.INT4)
+            into.fill(values, pack_int4(self.values))
+        else:
+            values = into.tensor(self.values, f"{name}.codes")
         # ONNX Runtime fuses a matrix product only if its weight has a zero, even if that is zero.
         others = {"scale": self.scale, "zero": self.zero}
         if not fused:
             others = {part: self._along_axis(array).astype(np.float32) for part, array in others.items()}
-        return [values, *(numpy_helper.from_array(array, f"{name}.{part}") for part, array in others.items())]
+        return [values, *(into.tensor(array, f"{name}.{part}") for part, array in others.items())]
 
     def nodes(self, name: str, *, packed: bool = False, fused: bool = True) -> list[NodeProto]:
         """Return the nodes from the initializers to a floating-point tensor called `name`.
@@ -132,13 +134,13 @@ def _whole(codes: npt.NDArray[np.floating[Any]], grid: Grid, spec: QuantSpec) ->
     return Codes(values, scale.reshape(shape), zero.reshape(shape), spec.axis, spec.bits)
 
 
-def pack_int4(values: Whole) -> bytes:
+def pack_int4(values: Whole) -> npt.NDArray[np.uint8]:
     """Return signed 4-bit numbers, two to a byte, the first in the lower half.
 
-    >>> pack_int4(np.array([1, -1, 7], np.int8)).hex()
+    >>> pack_int4(np.array([1, -1, 7], np.int8)).tobytes().hex()
     'f107'
     """
     low = np.ascontiguousarray(values).reshape(-1).astype(np.uint8) & 15
     if low.size % 2:
         low = np.append(low, np.uint8(0))
-    return bytes(low[0::2] | low[1::2] << np.uint8(4))
+    return np.asarray(low[0::2] | low[1::2] << np.uint8(4), np.uint8)

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from onnx import StringStringEntryProto
-
+from anybit.artifact import wire
 from anybit.artifact.master import open_master
+from anybit.artifact.pieces import write_model
 from anybit.artifact.requantize import requantize
 from anybit.artifact.runtime import EXACT
-from anybit.files import replacing
 from anybit.spec import Bits, LayerWidths
 
 NOTE = "anybit.export"
@@ -32,11 +31,9 @@ def export(
     """
     opened = open_master(master)
     bits = Bits(weights, activations)
-    model, exact = requantize(opened, opened.header.widths(bits, layers), packed=True)
-    note = json.dumps(describe(bits, exact=exact), ensure_ascii=False)
-    model.metadata_props.append(StringStringEntryProto(key=NOTE, value=note))
-    with replacing(out) as beside:
-        beside.write_bytes(model.SerializeToString())
+    bundle, exact = requantize(opened, opened.header.widths(bits, layers), packed=True)
+    note = wire.entry(NOTE, json.dumps(describe(bits, exact=exact), ensure_ascii=False))
+    write_model(out, bundle, lambda file, data: file.write(note), spare=len(note))
 
 
 def describe(bits: Bits, *, exact: bool) -> dict[str, Any]:

@@ -6,14 +6,16 @@
     {"version": 1, "store": "fp32", "weights": [...], "biases": [...], "activations": [...], "about": {...}}
 
 The lists name tensors of the graph; fields at their default are left out. `about` is for people: where the file
-came from, how the network was trained, what was measured. Reading is strict: an unknown, missing or wrong field is
-an error with its path, as in `activations[3].floor`.
+came from, how the network was trained, what was measured. Version 2 has one field more, `data`: a master in two files
+says there which one the second is. Reading is strict: an unknown, missing or wrong field is an error with its path, as
+in `activations[3].floor`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +34,9 @@ from anybit.spec import (
     names_point,
 )
 
-VERSION = 1
+IN_ONE, IN_TWO = 1, 2
+"""The versions: a master in one file, which every anybit reads, and one in two files."""
+
 KEY, DIGEST = "anybit", "anybit.digest"
 STORES = ("fp32", "fp16", "int8")
 KINDS = ("activation", "input", "accumulator")
@@ -109,6 +113,21 @@ class Activation:
 
 
 @dataclass(frozen=True)
+class Data:
+    """The second file of a master that is too large for one: its name in the same folder, its size, its SHA-256."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if self.file in ("", ".", "..") or not self.file.isprintable() or set(self.file) & {"/", "\\", ":"}:
+            raise SpecError(f"file must be the plain name of a file in the same folder, got {_said(self.file)}")
+        if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
+            raise SpecError(f"sha256 must be 64 lower-case hexadecimal digits, got {_said(self.sha256)}")
+
+
+@dataclass(frozen=True)
 class Header:
     """Everything that the graph itself does not say."""
 
@@ -117,6 +136,7 @@ class Header:
     biases: tuple[Bias, ...] = ()
     store: str = "fp32"
     about: dict[str, Any] = field(default_factory=dict)
+    data: Data | None = None
 
     def __post_init__(self) -> None:
         if self.store not in STORES:
@@ -174,13 +194,11 @@ def write_header(header: Header) -> str:
     '{"version": 1, "store": "fp32", "weights": [], "biases": [], "activations": [], "about": {}}'
     """
     lists = ("weights", "biases", "activations")
+    first: dict[str, Any] = {"version": IN_ONE if header.data is None else IN_TWO, "store": header.store}
     values = {name: [_short(entry) for entry in getattr(header, name)] for name in lists}
+    last = {} if header.data is None else {"data": dataclasses.asdict(header.data)}
     try:
-        return json.dumps(
-            {"version": VERSION, "store": header.store, **values, "about": header.about},
-            ensure_ascii=False,
-            allow_nan=False,
-        )
+        return json.dumps({**first, **values, "about": header.about, **last}, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise FileError(f"what a master says about itself must fit in JSON: {error}") from error
 
@@ -207,19 +225,20 @@ def read_header(text: str, *, where: str) -> Header:
     version: Any = values.get("version")
     if not _is_whole(version) or version < 1:
         raise FileError(f"{where}: version must be a whole number from 1 on, got {_said(version)}")
-    if version > VERSION:
+    if version > IN_TWO:
         raise FileError(
-            f"{where}: version is {_said(version)}, this anybit reads up to {VERSION}; "
+            f"{where}: version is {_said(version)}, this anybit reads up to {IN_TWO}; "
             "update anybit: pip install -U anybit"
         )
-    fields = {"version", "store", "weights", "biases", "activations", "about"}
+    fields = {"version", "store", "weights", "biases", "activations", "about"} | ({"data"} if version > 1 else set())
     _same_keys(values, fields, fields, where)
     if not isinstance(values["about"], dict):
         raise FileError(f"{where}: about must be a JSON object, got {_said(values['about'])}")
     kinds: dict[str, type[Any]] = {"weights": Weight, "biases": Bias, "activations": Activation}
     lists = {name: tuple(_entries(kind, values[name], f"{where}: {name}")) for name, kind in kinds.items()}
+    data = _entry(Data, values["data"], f"{where}: data") if "data" in values else None
     try:
-        return Header(**lists, store=values["store"], about=values["about"])
+        return Header(**lists, store=values["store"], about=values["about"], data=data)
     except SpecError as error:
         raise FileError(f"{where}: {error}") from error
 
@@ -266,9 +285,9 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _whole(least: int) -> Callable[[Any], int]:
+def _whole(least: int, below: int = 2**31) -> Callable[[Any], int]:
     def convert(value: Any) -> int:
-        if not _is_whole(value) or not least <= value < 2**31:
+        if not _is_whole(value) or not least <= value < below:
             raise TypeError
         return int(value)
 
@@ -304,6 +323,8 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("name", "tensor", "value", "kind", "weight"), ("a text", _text)),
     **dict.fromkeys(("symmetric", "sums", "clip", "transposed"), ("true or false", _flag)),
     **dict.fromkeys(("axis", "channels"), ("a whole number from 0 on", _whole(0))),
+    **dict.fromkeys(("file", "sha256"), ("a text", _text)),
+    "bytes": ("a whole number from 1 on", _whole(1, 2**48)),
     "groups": ("a whole number from 1 on", _whole(1)),
     "floor": ("a width", _width),
     "mean": ("a list of finite numbers", _numbers),

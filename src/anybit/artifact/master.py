@@ -1,19 +1,19 @@
-"""The master: one ONNX file in floating point that says where and how it may be quantized.
+"""The master: an ONNX model in floating point that says where and how it may be quantized.
 
     write_master(path, model, header)   atomic; `header.store` says how the weights are stored
     open_master(path)                   checks everything, then hands out graph and weights apart
 
 The file runs in any ONNX runtime as it is. With `store="fp16"` a Cast stands between each stored weight and the
-graph, with `store="int8"` a DequantizeLinear; lower widths are then derived from the 8-bit codes.
+graph, with `store="int8"` a DequantizeLinear; lower widths are then derived from the 8-bit codes. A master is one file,
+unless it would pass 2 GB: then its tensors lie in a second one.
 """
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 import onnx
@@ -21,23 +21,30 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from anybit.artifact import wire
+from anybit.artifact.bundle import Array as Numbers
+from anybit.artifact.bundle import Bundle, is_finite
 from anybit.artifact.check import check_model, check_tensor
 from anybit.artifact.codes import Codes, encode
-from anybit.artifact.format import DIGEST, KEY, Bias, Header, Weight, read_header, write_header
+from anybit.artifact.format import DIGEST, KEY, Bias, Data, Header, Weight, read_header, write_header
+from anybit.artifact.pieces import LIMIT, read_model, write_model
 from anybit.errors import FileError
-from anybit.files import replacing
 
 Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Master:
-    """An opened master: `graph` is the model without the weights that can be quantized, which are in `weights`."""
+    """An opened master: `bundle` is the model without the weights that can be quantized, which are in `weights`."""
 
     path: Path
     header: Header
-    graph: onnx.ModelProto
+    bundle: Bundle
     weights: dict[str, Array]
+
+    @property
+    def graph(self) -> onnx.ModelProto:
+        """The model without its weights; other large tensors are in the bundle's arrays."""
+        return self.bundle.model
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -53,81 +60,97 @@ class Master:
 # Writing
 
 
-def write_master(path: str | Path, model: onnx.ModelProto, header: Header) -> None:
-    """Write a floating-point model whose initializers include every weight of the header."""
+def write_master(path: str | Path, model: onnx.ModelProto | Bundle, header: Header, *, limit: int = LIMIT) -> None:
+    """Write a floating-point model whose initializers include every weight of the header.
+
+    Args:
+        path: Where to write; what cannot be opened again is not left behind.
+        model: The model. The arrays of a bundle are written from where they are, without a copy.
+        header: What the graph does not say.
+        limit: Bytes from which on the tensors go into a second file.
+    """
     path = Path(path)
-    with replacing(path) as beside:
-        beside.write_bytes(pack(model, header, where=str(path)))
-        open_master(beside, named=path)  # what cannot be opened again is not left behind
+    text = write_header(header)
+
+    def seal(file: BinaryIO, data: Data | None) -> None:
+        text = write_header(replace(header, data=data))
+        size = file.tell()
+        digest = wire.digest(file, wire.scan(file, size), text)
+        file.seek(size)
+        file.write(wire.entry(KEY, text) + wire.entry(DIGEST, digest))
+
+    def check(beside: Path) -> None:
+        open_master(beside, named=path, hold=False)
+
+    bundle = model if isinstance(model, Bundle) else Bundle(model)
+    write_model(path, stored(bundle, header, where=str(path)), seal, spare=len(text) + 1024, check=check, limit=limit)
 
 
-def pack(model: onnx.ModelProto, header: Header, *, where: str) -> bytes:
-    """Return the bytes of a master file."""
-    stored = {weight.tensor: weight for weight in header.weights}
-    out = onnx.ModelProto()
-    out.CopyFrom(model)
-    del out.metadata_props[:]
+def stored(bundle: Bundle, header: Header, *, where: str) -> Bundle:
+    """Return a model with its weights as the header says they are stored."""
+    weights = {weight.tensor: weight for weight in header.weights} if header.store != "fp32" else {}
+    out = Bundle(onnx.ModelProto(), dict(bundle.arrays))
+    out.model.CopyFrom(bundle.model)
+    del out.model.metadata_props[:]
     del out.graph.value_info[:]
-    del out.graph.initializer[:]
     before: list[NodeProto] = []
-    for tensor in model.graph.initializer:
-        array = numpy_helper.to_array(tensor)
-        if tensor.name in stored and header.store != "fp32":
-            node, parts = _store(stored[tensor.name], array.astype(np.float32), header.store, where=where)
+    tensors: list[TensorProto] = []
+    for tensor in bundle.graph.initializer:
+        if tensor.name in weights:
+            array = bundle.array(tensor).astype(np.float32, copy=False)
+            node, parts = _store(weights[tensor.name], array, header.store, out, where=where)
             before.append(node)
-            out.graph.initializer.extend(parts)
+            tensors += parts
         else:
-            out.graph.initializer.append(numpy_helper.from_array(array, tensor.name))
-    nodes = [*before, *model.graph.node]
+            tensors.append(tensor)
+    out.set_initializers(tensors)
+    nodes = [*before, *bundle.graph.node]
     del out.graph.node[:]
     out.graph.node.extend(nodes)
-    text = write_header(header)
-    data: bytes = out.SerializeToString()
-    if len(data) + len(text) > 2**31 - 2**16:
-        raise FileError(f"{where}: not written, an ONNX file in one piece has less than 2 GB")
-    file = io.BytesIO(data)
-    return data + wire.entry(KEY, text) + wire.entry(DIGEST, wire.digest(file, wire.scan(file, len(data)), text))
+    return out
 
 
-def _store(weight: Weight, array: Array, store: str, *, where: str) -> tuple[NodeProto, list[TensorProto]]:
+def _store(
+    weight: Weight, array: Array, store: str, into: Bundle, *, where: str
+) -> tuple[NodeProto, list[TensorProto]]:
     """Return the node that makes a weight out of what is stored, and what is stored."""
     name = weight.tensor
     if store == "fp16":
         with np.errstate(over="ignore"):
             half = array.astype(np.float16)
-        if not np.isfinite(half).all():
+        if not is_finite(half):
             raise FileError(f"{where}: not written, weight {name!r} does not fit in 16 bits; use store='fp32'")
         node = helper.make_node("Cast", [f"{name}.half"], [name], to=TensorProto.FLOAT)
-        return node, [numpy_helper.from_array(half, f"{name}.half")]
+        return node, [into.tensor(half, f"{name}.half")]
     codes = encode(array, Weight(name, name, weight.axis, weight.symmetric), 8)
     (node,) = codes.nodes(name)
-    return node, codes.tensors(name)
+    return node, codes.tensors(name, into)
 
 
 # Reading
 
 
-def open_master(path: str | Path, *, named: str | Path | None = None) -> Master:
-    """Open and check a master; every error names the file (as `named`, if given) and the field."""
+def open_master(path: str | Path, *, named: str | Path | None = None, hold: bool = True) -> Master:
+    """Open and check a master; every error names the file (as `named`, if given) and the field.
+
+    Args:
+        path: The master.
+        named: What errors call it instead.
+        hold: Whether to keep the weights. Without, they are read and checked one after the other, and are all zero.
+    """
     path = Path(path)
     where = str(named or path)
-    header, data = _read(path, where)
-    model = onnx.ModelProto()
-    try:
-        model.ParseFromString(data)
-    except Exception as error:  # protobuf has several implementations, each with its own exception
-        raise FileError(f"{where}: the graph cannot be parsed ({error})") from error
-    del data
-    others = [entry for entry in model.metadata_props if entry.key not in (KEY, DIGEST)]
-    del model.metadata_props[:]  # what is made of this graph is no master
-    model.metadata_props.extend(others)
-    weights = _take_weights(model, header, where=where)
-    check_model(model, {name: array.shape for name, array in weights.items()}, where=where)
-    _check_points(model, header, weights, where=where)
-    return Master(Path(named or path), header, model, weights)
+    header, bundle = _read(path, where, hold=hold)
+    others = [entry for entry in bundle.model.metadata_props if entry.key not in (KEY, DIGEST)]
+    del bundle.model.metadata_props[:]  # what is made of this graph is no master
+    bundle.model.metadata_props.extend(others)
+    weights = _take_weights(bundle, header, where=where, hold=hold)
+    check_model(bundle, {name: array.shape for name, array in weights.items()}, where=where)
+    _check_points(bundle.model, header, weights, where=where)
+    return Master(Path(named or path), header, bundle, weights)
 
 
-def _read(path: Path, where: str) -> tuple[Header, bytes]:
+def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, Bundle]:
     size = wire.size_of(path, what="an ONNX master")
     try:
         with path.open("rb") as file:
@@ -145,34 +168,40 @@ def _read(path: Path, where: str) -> tuple[Header, bytes]:
                 raise FileError(
                     f"{where}: {DIGEST} does not fit its contents; the file is damaged or was changed, get it again"
                 )
-            file.seek(0)
-            return header, file.read(size)
+            return header, read_model(file, fields, header.data, path=path, where=where, hold=hold)
     except OSError as error:
         raise FileError(f"{where}: cannot be read ({error.strerror or error})") from error
     except (ValueError, OverflowError) as error:
         raise FileError(f"{where}: is cut short or no ONNX file ({error})") from error
 
 
-def _take_weights(model: onnx.ModelProto, header: Header, *, where: str) -> dict[str, Array]:
+def _take_weights(bundle: Bundle, header: Header, *, where: str, hold: bool) -> dict[str, Array]:
     """Take the weights of the header out of the graph, in floating point, with whatever made them."""
-    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    graph = bundle.graph
+    held = {tensor.name: tensor for tensor in graph.initializer}
     made = {weight.tensor for weight in header.weights} if header.store != "fp32" else set()
-    makers = {output: node for node in model.graph.node for output in node.output if output in made}
+    makers = {output: node for node in graph.node for output in node.output if output in made}
     weights: dict[str, Array] = {}
     used: set[str] = set()
     for i, weight in enumerate(header.weights):
         spot = f"{where}: weights[{i}]"
         parts = _parts(weight, header.store, makers.get(weight.tensor), spot)
-        arrays = {part: _array(held, name, part, spot) for part, name in parts.items()}
         used |= set(parts.values())
-        weights[weight.tensor] = _weight(weight, arrays, spot)
-    rest = [tensor for tensor in model.graph.initializer if tensor.name not in used]
-    nodes = [node for node in model.graph.node if not made.intersection(node.output)]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend(rest)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+        weights[weight.tensor] = _checked(weight, bundle, held, parts, spot, hold=hold)
+    nodes = [node for node in graph.node if not made.intersection(node.output)]
+    bundle.set_initializers([tensor for tensor in graph.initializer if tensor.name not in used])
+    del graph.node[:]
+    graph.node.extend(nodes)
     return weights
+
+
+def _checked(
+    weight: Weight, bundle: Bundle, held: dict[str, TensorProto], parts: dict[str, str], where: str, *, hold: bool
+) -> Array:
+    """Return a weight in floating point, or zeros of its shape that take no memory."""
+    arrays = {part: _array(bundle, held.get(name), name, part, where) for part, name in parts.items()}
+    found = _weight(weight, arrays, where)
+    return found if hold else np.broadcast_to(np.float32(0), found.shape)
 
 
 def _parts(weight: Weight, store: str, maker: NodeProto | None, where: str) -> dict[str, str]:
@@ -194,21 +223,21 @@ _KINDS = {
 }  # fmt: skip
 
 
-def _array(held: dict[str, TensorProto], name: str, part: str, where: str) -> NDArray[Any]:
-    tensor = held.get(name)
+def _array(bundle: Bundle, tensor: TensorProto | None, name: str, part: str, where: str) -> Numbers:
     if tensor is None:
         raise FileError(f"{where}.tensor: the graph holds no tensor {name[:60]!r}")
     spot = f"{where}: tensor {name[:60]!r}"
-    check_tensor(tensor, where=spot)
+    apart = bundle.apart(tensor)
+    check_tensor(tensor, apart, where=spot)
     if tensor.data_type != _KINDS[part]:
         raise FileError(f"{spot}: data_type must be {_KINDS[part]}, got {tensor.data_type}")
-    array = numpy_helper.to_array(tensor)
-    if not np.isfinite(array).all():
+    array = numpy_helper.to_array(tensor) if apart is None else apart
+    if not is_finite(array):
         raise FileError(f"{spot}: has infinite entries")
     return array
 
 
-def _weight(weight: Weight, arrays: dict[str, NDArray[Any]], where: str) -> Array:
+def _weight(weight: Weight, arrays: dict[str, Numbers], where: str) -> Array:
     """Return a weight in floating point, and see that it fits what the header says."""
     main = next(iter(arrays.values()))
     if main.size == 0:
@@ -225,7 +254,7 @@ def _weight(weight: Weight, arrays: dict[str, NDArray[Any]], where: str) -> Arra
         raise FileError(f"{where}.tensor: the scale of {weight.tensor[:60]!r} must be above zero")
     with np.errstate(over="ignore"):
         value = Codes(main, scale, zero, weight.axis, 8).dequantized()
-    if not np.isfinite(value).all():
+    if not is_finite(value):
         raise FileError(f"{where}.tensor: the scale of {weight.tensor[:60]!r} is too large")
     return value
 

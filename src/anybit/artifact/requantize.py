@@ -14,6 +14,7 @@ round that weight to 8 bits on its own. There, and beyond 8 bits, rounding is sp
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
+from anybit.artifact.bundle import Bundle
 from anybit.artifact.codes import Codes, encode
 from anybit.artifact.format import Activation, Widths
 from anybit.artifact.master import Array, Master
@@ -44,14 +46,13 @@ SATURATES = 2**15
 """Processors without VNNI add two products in 16 bits, unless they are told not to."""
 
 
-def requantize(master: Master, widths: Widths, *, packed: bool) -> tuple[onnx.ModelProto, bool]:
+def requantize(master: Master, widths: Widths, *, packed: bool) -> tuple[Bundle, bool]:
     """Return the model at these widths, and whether it needs exact sums (`session.x64quantprecision`).
 
     `packed` stores weights of up to 4 bits as INT4: half the size, a little slower to load.
     """
-    model = onnx.ModelProto()
-    model.CopyFrom(master.graph)
-    graph = model.graph
+    bundle = master.bundle.copy()
+    graph = bundle.graph
     codes = {
         weight.tensor: encode(master.weights[weight.tensor], weight, widths[weight.name])
         for weight in master.header.weights
@@ -60,10 +61,10 @@ def requantize(master: Master, widths: Widths, *, packed: bool) -> tuple[onnx.Mo
     points = {a.value: a for a in master.header.activations if widths[a.name] != FLOAT}
     grids = {value: activation_grid(point, widths[point.name]) for value, point in points.items()}
     bytes_ = {value for value, point in points.items() if widths[point.name] <= 8}
-    nodes = _biases(graph, master, codes, {value: grids[value] for value in bytes_})
+    nodes = _biases(bundle, master, codes, {value: grids[value] for value in bytes_})
     codes = {name: found.with_one_zero() for name, found in codes.items()}
     _transpose(graph, codes)
-    flow = Flow(graph, codes, grids, bytes_)
+    flow = Flow(bundle, codes, grids, bytes_)
     saturates = flow.saturates()
     if saturates:
         # With that option ONNX Runtime makes signed bytes unsigned, and fails where two layers share them.
@@ -71,16 +72,16 @@ def requantize(master: Master, widths: Widths, *, packed: bool) -> tuple[onnx.Mo
         codes = {name: found.unsigned() if uses[name] > 1 else found for name, found in codes.items()}
     for name, exact in master.weights.items():
         if name not in codes:
-            graph.initializer.append(numpy_helper.from_array(exact, name))
+            graph.initializer.append(bundle.tensor(exact, name))
             continue
-        graph.initializer.extend(codes[name].tensors(name, packed=packed, fused=name in flow.fused))
+        graph.initializer.extend(codes[name].tensors(name, bundle, packed=packed, fused=name in flow.fused))
         nodes += codes[name].nodes(name, packed=packed, fused=name in flow.fused)
     for node in graph.node:
         nodes += _again_on_bytes(graph, node, flow)
         nodes += _with_points(graph, node, flow)
     del graph.node[:]
     graph.node.extend(nodes)
-    return model, saturates
+    return bundle, saturates
 
 
 class Flow:
@@ -90,10 +91,10 @@ class Flow:
     layers, `inputs` the grid that each such layer's first input is on.
     """
 
-    def __init__(
-        self, graph: onnx.GraphProto, codes: dict[str, Codes], grids: dict[str, Grid], bytes_: set[str]
-    ) -> None:
+    def __init__(self, bundle: Bundle, codes: dict[str, Codes], grids: dict[str, Grid], bytes_: set[str]) -> None:
         self.codes, self.grids = codes, grids
+        self._bundle = bundle
+        graph = bundle.graph
         self._makers = {value: node for node in graph.node for value in node.output}
         self._held = {tensor.name: tensor for tensor in graph.initializer}
         layers = [node for node in graph.node if node.op_type in LAYERS]
@@ -118,7 +119,7 @@ class Flow:
     def _passes(self, node: NodeProto) -> bool:
         if node.op_type == "Pad" and len(node.input) > 2 and node.input[2]:
             filling = self._held.get(node.input[2])  # zero is on every grid, other numbers need not be
-            return filling is not None and not numpy_helper.to_array(filling).any()
+            return filling is not None and not self._bundle.array(filling).any()
         return node.op_type in PASSING
 
     def _sources(self, value: str) -> set[str]:
@@ -178,29 +179,30 @@ def _transpose(graph: onnx.GraphProto, codes: dict[str, Codes]) -> None:
     graph.node.extend(kept)
 
 
-def _biases(graph: onnx.GraphProto, master: Master, codes: dict[str, Codes], grids: dict[str, Grid]) -> list[NodeProto]:
+def _biases(bundle: Bundle, master: Master, codes: dict[str, Codes], grids: dict[str, Grid]) -> list[NodeProto]:
     """Correct the biases and make them whole numbers, as far as the widths ask for it; return the nodes for that."""
+    graph = bundle.graph
     held = {tensor.name: tensor for tensor in graph.initializer}
     nodes: list[NodeProto] = []
     for bias in master.header.biases:
         if bias.weight not in codes:
             continue
         weight, tensor = codes[bias.weight], held[bias.tensor]
-        exact = numpy_helper.to_array(tensor)
+        exact = bundle.array(tensor)
         if bias.mean is not None:
             error = weight.dequantized() - master.weights[bias.weight]
             mean = np.asarray(bias.mean, np.float32)
             exact = exact - bias_shift(error, mean, groups=bias.groups, transposed=bias.transposed)
         if bias.value in grids and weight.bits <= 8:
             whole, unit = whole_bias(exact, grids[bias.value].scale, weight.scale)
-            graph.initializer.append(numpy_helper.from_array(whole, f"{bias.tensor}.codes"))
-            graph.initializer.append(numpy_helper.from_array(unit, f"{bias.tensor}.scale"))
+            graph.initializer.append(bundle.tensor(whole, f"{bias.tensor}.codes"))
+            graph.initializer.append(bundle.tensor(unit, f"{bias.tensor}.scale"))
             inputs = [f"{bias.tensor}.codes", f"{bias.tensor}.scale"]
             name = f"{bias.tensor}/DequantizeLinear"
             nodes.append(helper.make_node("DequantizeLinear", inputs, [bias.tensor], name=name, axis=0))
             graph.initializer.remove(tensor)
         else:
-            tensor.CopyFrom(numpy_helper.from_array(exact, bias.tensor))
+            bundle.fill(tensor, exact)
     return nodes
 
 
@@ -259,7 +261,7 @@ def _is_done_by(grid: Grid, node: NodeProto, graph: onnx.GraphProto) -> bool:
     held = {tensor.name: tensor for tensor in graph.initializer}
     bounds = [-np.inf, np.inf]
     for i, name in enumerate(node.input[1:3]):
-        if name and name not in held:
+        if name and (name not in held or math.prod(held[name].dims) != 1):
             return False
         if name:
             bounds[i] = float(numpy_helper.to_array(held[name]))

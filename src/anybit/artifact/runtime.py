@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import onnx
+from onnx import TensorProto
 
+from anybit.artifact.bundle import Bundle
 from anybit.errors import FileError
 
 EXACT = "session.x64quantprecision"
@@ -23,7 +24,7 @@ def onnxruntime() -> Any:
     return onnxruntime
 
 
-def compile_model(model: onnx.ModelProto, *, exact: bool, threads: int | None, where: str) -> Any:
+def compile_model(bundle: Bundle, *, exact: bool, threads: int | None, where: str) -> Any:
     """Return a session of ONNX Runtime for a model; one that it does not take is an error that names the file."""
     ort = onnxruntime()
     options = ort.SessionOptions()
@@ -33,8 +34,15 @@ def compile_model(model: onnx.ModelProto, *, exact: bool, threads: int | None, w
         options.inter_op_num_threads = 1
     if exact:
         options.add_session_config_entry(EXACT, "1")
+    outside = [tensor for tensor in bundle.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+    values = [ort.OrtValue.ortvalue_from_numpy(bundle.array(tensor)) for tensor in outside]
+    if outside:
+        options.add_external_initializers([tensor.name for tensor in outside], values)
     try:
-        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        data = bundle.model.SerializeToString()
+        engine = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime has no common base for its exceptions
         reason = " ".join(str(error).split())[:300]
         raise FileError(f"{where}: ONNX Runtime does not take this graph ({reason})") from error
+    engine.large_tensors = values  # it computes on the arrays themselves, so they must live as long as it does
+    return engine

@@ -104,8 +104,8 @@ class Session:
             return self._cache.get(key)
 
     def _compile(self, bits: Bits, key: tuple[int, ...], widths: Widths) -> Compiled:
-        model, exact = requantize(self.master, widths, packed=False)
-        engine = compile_model(model, exact=exact, threads=self._threads, where=str(self.master.path))
+        bundle, exact = requantize(self.master, widths, packed=False)
+        engine = compile_model(bundle, exact=exact, threads=self._threads, where=str(self.master.path))
         made = Compiled(bits, key, engine)
         with self._looking:
             self._cache[key] = made

@@ -11,8 +11,11 @@ from typing import BinaryIO, NamedTuple
 
 from anybit.errors import FileError
 
-IR_VERSION, GRAPH, OPSET, METADATA, TRAINING, FUNCTIONS = 1, 7, 8, 14, 20, 25
-"""Field numbers of `ModelProto` that a master is made of, or must not have."""
+IR_VERSION, GRAPH, OPSET, METADATA = 1, 7, 8, 14
+"""Field numbers of `ModelProto` that a master is made of."""
+
+INITIALIZER, RAW_DATA = 5, 9
+"""Field numbers of `GraphProto` and of `TensorProto`: where the bytes of a file lie."""
 
 _NUMBER, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MOST_FIELDS = 10_000
@@ -21,12 +24,21 @@ _CHUNK = 2**20
 
 
 class Field(NamedTuple):
-    """One field of a message: its number, and where its bytes start and end (a number lies in `start`)."""
+    """One field of a message: its number, where its bytes start and end, and where the field itself begins.
+
+    A field that is a number has its value in `start`; its bytes are those from `begin` to `end`.
+    """
 
     number: int
     start: int
     end: int
+    begin: int
     is_number: bool = False
+
+    @property
+    def length(self) -> int:
+        """How many bytes the field holds."""
+        return self.end - self.start
 
 
 def varint(value: int) -> bytes:
@@ -43,6 +55,15 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+def opening(number: int, length: int) -> bytes:
+    """Return what stands in front of the bytes of a field.
+
+    >>> opening(GRAPH, 1).hex()
+    '3a01'
+    """
+    return varint(number << 3 | _BYTES) + varint(length)
+
+
 def entry(key: str, value: str) -> bytes:
     """Return one metadata entry as it stands in a model file, ready to be appended.
 
@@ -50,25 +71,26 @@ def entry(key: str, value: str) -> bytes:
     '72060a0161120162'
     """
     key_, value_ = key.encode(), value.encode()
-    body = b"\x0a" + varint(len(key_)) + key_ + b"\x12" + varint(len(value_)) + value_
-    return bytes([METADATA << 3 | _BYTES]) + varint(len(body)) + body
+    body = opening(1, len(key_)) + key_ + opening(2, len(value_)) + value_
+    return opening(METADATA, len(body)) + body
 
 
-def scan(file: BinaryIO, size: int, start: int = 0) -> list[Field]:
+def scan(file: BinaryIO, size: int, start: int = 0, *, most: int = _MOST_FIELDS) -> list[Field]:
     """Return the fields between `start` and `size`; raises `ValueError` where the bytes make no sense.
 
     >>> import io
-    >>> scan(io.BytesIO(bytes.fromhex("080a3a0141")), 5)
-    [Field(number=1, start=10, end=0, is_number=True), Field(number=7, start=4, end=5, is_number=False)]
+    >>> [tuple(field) for field in scan(io.BytesIO(bytes.fromhex("080a3a0141")), 5)]
+    [(1, 10, 2, 0, True), (7, 4, 5, 2, False)]
     """
     fields: list[Field] = []
     position = start
     while position < size:
+        begin = position
         tag, position = _read_varint(file, position, size)
         number, kind = tag >> 3, tag & 7
         if kind == _NUMBER:
             value, position = _read_varint(file, position, size)
-            fields.append(Field(number, value, 0, is_number=True))
+            fields.append(Field(number, value, position, begin, is_number=True))
             continue
         if kind == _BYTES:
             length, position = _read_varint(file, position, size)
@@ -78,10 +100,10 @@ def scan(file: BinaryIO, size: int, start: int = 0) -> list[Field]:
             raise ValueError(f"byte {position} starts no field")
         if number == 0 or length > size - position:
             raise ValueError(f"a field at byte {position} reaches beyond the end")
-        fields.append(Field(number, position, position + length))
+        fields.append(Field(number, position, position + length, begin))
         position += length
-        if len(fields) > _MOST_FIELDS:
-            raise ValueError(f"more than {_MOST_FIELDS} fields")
+        if len(fields) > most:
+            raise ValueError(f"more than {most} fields")
     return fields
 
 
@@ -101,9 +123,13 @@ def metadata(file: BinaryIO, fields: list[Field]) -> dict[str, str]:
     for field in fields:
         if field.number != METADATA or field.is_number:
             continue
-        if field.end - field.start > _LONGEST_ENTRY:
+        if field.length > _LONGEST_ENTRY:
             raise ValueError(f"a metadata entry of more than {_LONGEST_ENTRY >> 20} MB")
-        parts = {part.number: _read(file, part) for part in scan(file, field.end, field.start) if not part.is_number}
+        parts = {
+            part.number: read(file, part.start, part.end)
+            for part in scan(file, field.end, field.start)
+            if not part.is_number
+        }
         key = parts.get(1, b"").decode()
         if key in found:
             raise ValueError(f"metadata {key[:60]!r} is there twice")
@@ -111,9 +137,10 @@ def metadata(file: BinaryIO, fields: list[Field]) -> dict[str, str]:
     return found
 
 
-def _read(file: BinaryIO, field: Field) -> bytes:
-    file.seek(field.start)
-    return file.read(field.end - field.start)
+def read(file: BinaryIO, start: int, end: int) -> bytes:
+    """Return the bytes of a file from one place to another."""
+    file.seek(start)
+    return file.read(end - start)
 
 
 def digest(file: BinaryIO, fields: list[Field], header: str) -> str:
@@ -122,7 +149,7 @@ def digest(file: BinaryIO, fields: list[Field], header: str) -> str:
     for field in fields:
         if field.number not in (IR_VERSION, GRAPH, OPSET):
             continue
-        total.update(f"/{field.number}:{field.start if field.is_number else field.end - field.start}/".encode())
+        total.update(f"/{field.number}:{field.start if field.is_number else field.length}/".encode())
         if not field.is_number:
             _update(total, file, field)
     return total.hexdigest()

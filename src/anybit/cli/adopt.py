@@ -35,6 +35,7 @@ def adopt(
     from anybit.artifact.adopt import adopt as run
     from anybit.artifact.adopt import read_plain
     from anybit.artifact.pictures import find_inputs, read_inputs
+    from anybit.artifact.pieces import size_on_disk
 
     normal = {"mean": numbers(mean, "mean"), "std": numbers(std, "std")}
     with progress_bars() as start:
@@ -45,7 +46,7 @@ def adopt(
             advance = start("inputs", len(files))
             feeds = watched(({name: x} for _, x in read_inputs(files, shape, **normal)), advance)
         run(model, out, calibration=feeds, per_channel=per_channel, store=store, about={"input": normal})
-    console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", highlight=False)
+    console.print(f"{out}: {size_on_disk(out) / 1e6:.2f} MB", highlight=False)
 
 
 def watched(values: Iterable[T], advance: Callable[[int], None]) -> Iterator[T]:

@@ -21,8 +21,9 @@ def export(
     Example: anybit export model.onnx model-w4a8.onnx --bits W4A8
     """
     from anybit.artifact.export import export as write
+    from anybit.artifact.pieces import size_on_disk
 
     pair = Bits.parse(bits)
     write(master, out, weights=pair.weights, activations=pair.activations)
-    before, after = master.stat().st_size, out.stat().st_size
+    before, after = size_on_disk(master), size_on_disk(out)
     console.print(f"{out}: {pair}, {after / 1e6:.2f} MB, {after / before:.2f} of the master", highlight=False)

@@ -45,6 +45,7 @@ def save(
         ready = start("getting ready", 4)
         with needs_torch("anybit save"):
             from anybit.artifact.master import write_master
+            from anybit.artifact.pieces import size_on_disk
             from anybit.data import load_dataset
             from anybit.quant.lower import translate
             from anybit.quant.prepare import prepare
@@ -79,7 +80,7 @@ def save(
     if as_json:
         measured = {key: about[key] for key in ("measured", "measured_from_fp32") if key in about}
         typer.echo(
-            json.dumps({"master": str(out), "bytes": out.stat().st_size, "n": len(test[1]), **measured}, indent=1)
+            json.dumps({"master": str(out), "bytes": size_on_disk(out), "n": len(test[1]), **measured}, indent=1)
         )
         return
     for bits in map(str, pairs):
@@ -87,7 +88,7 @@ def save(
         if store == "int8":
             line += f" from 8-bit codes, {100 * about['measured_from_fp32'][bits]:.2f}% from floating point"
         console.print(line, highlight=False)
-    console.print(f"{out}: {out.stat().st_size / 1e6:.2f} MB", highlight=False)
+    console.print(f"{out}: {size_on_disk(out) / 1e6:.2f} MB", highlight=False)
 
 
 def pixels(data: Dataset) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from onnx import NodeProto, helper
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from anybit.artifact.bundle import LARGE, Bundle, location
 from anybit.artifact.check import OPSET
 from anybit.artifact.format import Activation, Bias, Header, Weight
 from anybit.artifact.master import write_master
@@ -63,7 +64,7 @@ def save(net: QuantizedNetwork, path: str | Path, *, store: str = "fp32", about:
     write_master(path, model, replace(header, store=store, about={**header.about, **(about or {})}))
 
 
-def translate(net: QuantizedNetwork) -> tuple[onnx.ModelProto, Header]:
+def translate(net: QuantizedNetwork) -> tuple[Bundle, Header]:
     """Return what a master is made of: the network in floating point, and the header that lists its points."""
     model, names, biases = lower(net)
     weights = [_weight(point, names[point]) for point in net.points if isinstance(point, WeightPoint)]
@@ -72,7 +73,7 @@ def translate(net: QuantizedNetwork) -> tuple[onnx.ModelProto, Header]:
     return model, Header(tuple(weights), tuple(activations), found, about={"origin": origin()})
 
 
-def lower(net: QuantizedNetwork) -> tuple[onnx.ModelProto, dict[Point, str], list[tuple[LayerBias, str]]]:
+def lower(net: QuantizedNetwork) -> tuple[Bundle, dict[Point, str], list[tuple[LayerBias, str]]]:
     """Return the network in floating point as an ONNX model, and the tensors that points and biases stand on."""
     holders = [node for node in net.body.graph.nodes if node.op == "placeholder"]
     kinds = (torch.float64, torch.float16, torch.bfloat16)
@@ -82,13 +83,14 @@ def lower(net: QuantizedNetwork) -> tuple[onnx.ModelProto, dict[Point, str], lis
         raise NetworkError("a master computes in float32; call model.float() before prepare", wrong)
     found = layer_biases(net.body)
     body, marked = _marked(net.body, found)
-    model = _translate(body, tuple(_example(node) for node in holders), [node.name for node in holders])
+    bundle = _translate(body, tuple(_example(node) for node in holders), [node.name for node in holders])
+    model = bundle.model
     _name_outputs(model, _output_names(net.body, len(model.graph.output)))
     _tidy(model)
     wanted = {i: _tensor_name(m) for i, m in enumerate(marked) if not isinstance(m, ActivationPoint)}
     places = _take_marks(model, wanted)
     points = {m: places[i] for i, m in enumerate(marked) if isinstance(m, Point)}
-    return model, points, [(m, places[i]) for i, m in enumerate(marked) if isinstance(m, LayerBias)]
+    return bundle, points, [(m, places[i]) for i, m in enumerate(marked) if isinstance(m, LayerBias)]
 
 
 def _tensor_name(what: Point | LayerBias) -> str:
@@ -152,7 +154,7 @@ def _example(node: fx.Node) -> Tensor:
     return torch.zeros([size if isinstance(size, int) else 3 for size in value.shape], dtype=value.dtype)
 
 
-def _translate(body: fx.GraphModule, example: tuple[Tensor, ...], names: list[str]) -> onnx.ModelProto:
+def _translate(body: fx.GraphModule, example: tuple[Tensor, ...], names: list[str]) -> Bundle:
     free = tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in example)
     table: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.anybit.mark.default: _mark_in_onnx()}
     with torch.no_grad(), _quietly():
@@ -169,7 +171,23 @@ def _translate(body: fx.GraphModule, example: tuple[Tensor, ...], names: list[st
             text = str(error.__cause__ or error).strip()
             raise NetworkError("this network cannot be written as ONNX", [text.splitlines()[0][:300]]) from error
     assert program is not None
-    return program.model_proto
+    return _bundle(program)
+
+
+def _bundle(program: torch.onnx.ONNXProgram) -> Bundle:
+    """Return what the translator made, with large weights where they are: in the network's own memory."""
+    from onnx_ir import ExternalTensor, Shape
+
+    bundle = Bundle(onnx.ModelProto())
+    for name, value in program.model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is not None and tensor.nbytes >= LARGE:
+            stub = bundle.tensor(tensor.numpy(), name)
+            value.const_value = ExternalTensor(
+                location(stub), 0, tensor.nbytes, tensor.dtype, shape=Shape(tensor.numpy().shape), name=name
+            )
+    bundle.model.CopyFrom(program.model_proto)
+    return bundle
 
 
 def _mark_in_onnx() -> Callable[..., Any]:
@@ -287,8 +305,8 @@ def _take_marks(model: onnx.ModelProto, wanted: dict[int, str]) -> dict[int, str
             places[index] = swap[result] = _own_tensor(graph, held[source], index, uses[source])
         elif source in inputs or result in outputs or uses[source] > 1:
             # The point needs a value of its own: one that a node makes and only the point's users see.
-            places[index] = result
-            nodes.append(helper.make_node("Identity", [source], [result]))
+            places[index] = swap[result] = result if result in outputs else f"{source}.{index}"
+            nodes.append(helper.make_node("Identity", [source], [places[index]]))
         else:
             places[index] = swap[result] = source
     del graph.node[:]

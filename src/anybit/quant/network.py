@@ -128,7 +128,10 @@ class QuantizedNetwork(nn.Module):
         """Put every weight on its grid now, and correct the biases that go with them."""
         weights = [p for p in self._points if isinstance(p, WeightPoint)]
         # Helpers compute on one core at a time; nearest rounding is spread over all of them by PyTorch itself.
-        busy = [p for p in weights if not p.rule.plain and p.kept() is None]
+        new = [p for p in weights if p.kept() is None]
+        for point in weights[:1]:
+            point.make_room(sum(p.master.nbytes for p in new))
+        busy = [p for p in new if not p.rule.plain]
         busy.sort(key=lambda p: -p.master.numel())
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for point, value in zip(busy, pool.map(WeightPoint.rounded, busy), strict=True):

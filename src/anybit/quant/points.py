@@ -70,7 +70,18 @@ class WeightCache:
     def put(self, point: WeightPoint, value: Tensor) -> None:
         """Keep a point's weights at its current width; those in use now stay, whatever the limit."""
         self._kept[point, point.spec] = value
-        excess = self.nbytes - self.limit
+        self._shrink(self.limit)
+
+    def make_room(self, nbytes: int) -> None:
+        """Drop what is not in use before so many bytes of new weights are made, not after.
+
+        Unless as much again fits beside them, nothing else is kept: a part of a network's weights at some width is of
+        no use.
+        """
+        self._shrink(self.limit - nbytes if 2 * nbytes <= self.limit else 0)
+
+    def _shrink(self, limit: int) -> None:
+        excess = self.nbytes - limit
         for key in list(self._kept):
             if excess <= 0:
                 break
@@ -153,6 +164,10 @@ class WeightPoint(Point):
     def rounded(self) -> Tensor:
         """Round the weight to its grid, without looking at what is kept."""
         return quantized_weight(self.master.detach(), self.limits(), self.spec, self.rule)
+
+    def make_room(self, nbytes: int) -> None:
+        """Make room for new weights of this network, at the cost of widths used before."""
+        self._cache.make_room(nbytes)
 
     def keep(self, value: Tensor) -> None:
         """Remember the weight at the current width."""
