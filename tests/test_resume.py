@@ -46,7 +46,7 @@ DONE = ["log.jsonl", "model.safetensors", "run.json"]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"penalty.weight": 0.0, "penalty.activation": 0.0, "optimizer.momentum": 0.0},
     "gradient, every second step, late": {"penalty.every": 2, "penalty.start": 1, "penalty.ramp": 1},
-    "adam, noise and kurtosis": {"optimizer.name": "adam", "penalty.noise": True, "penalty.kurtosis": 1e-2},
+    "adam, noise and kurtosis": {"optimizer.name": "adam", "penalty.noise": 1.0, "penalty.kurtosis": 1e-2},
     "straight through, widths drawn": {
         "penalty.weight": 0.0,
         "penalty.activation": 0.0,
@@ -496,7 +496,7 @@ def copied(folder: Path, to: Path) -> Path:
     [
         ({"optimizer.lr": 0.06}, "recipe.optimizer.lr is 0.05 there and 0.06 here"),
         ({"seed": 1}, r"recipe.seed is 0 there and 1 here; start is '\w+' there and '\w+' here"),
-        ({"epochs": 4, "penalty.noise": True}, "recipe.epochs is 3 there and 4 here; recipe.penalty.noise is False"),
+        ({"epochs": 4, "penalty.noise": 0.5}, "recipe.epochs is 3 there and 4 here; recipe.penalty.noise is 0.0"),
         ({"model.width": 0.5, "data.batch": 32, "epochs": 9}, r"\(and 1 more\)"),
     ],
 )

@@ -69,17 +69,17 @@ def _train(
         from anybit.train.run import RunFolder
     ready(1)
     plan = load_recipe(recipe, penalty=FLAGSHIP)
+    if seed is not None:
+        plan = dataclasses.replace(plan, seed=seed)
+    folder = out or Path("runs") / f"{plan.name}-{plan.seed}"
+    if not resume and (state := RunFolder(folder, plan).state).exists():
+        raise FileError(f"{state}: left by an unfinished run; go on with --resume, or delete it to start again")
     if plan.penalty is FLAGSHIP:
         errors.print(
             f"{recipe} has no table [penalty]: training with weight = {FLAGSHIP.weight:g}, activation = "
             f"{FLAGSHIP.activation:g}, kurtosis = {FLAGSHIP.kurtosis:g}; an empty [penalty] trains without",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-    if seed is not None:
-        plan = dataclasses.replace(plan, seed=seed)
-    folder = out or Path("runs") / f"{plan.name}-{plan.seed}"
-    if not resume and (state := RunFolder(folder, plan).state).exists():
-        raise FileError(f"{state}: left by an unfinished run; go on with --resume, or delete it to start again")
     try:
         data = load_dataset(plan.data.name)
         ready(1)
