@@ -357,6 +357,8 @@ width = 0.25
 
 [data]
 name = "digits"
+
+[penalty]
 """
 
 
