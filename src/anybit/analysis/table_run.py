@@ -8,7 +8,7 @@ processes with the same call share base networks, the trials of searches, and ro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,13 @@ from anybit.spec import Bits
 from anybit.train.checkpoint import load_model, read_checkpoint
 from anybit.train.loop import train
 from anybit.train.recipe import Recipe
+from anybit.train.resume import Say
 from anybit.train.search import search
 from anybit.train.storage import GRACE, open_store
 from anybit.train.workers import listed
 
 BATCH = 100
 """Small enough that activations stay in the processor's cache: a quarter less time than with 500."""
-
-Say = Callable[[str], None]
 
 
 def run_table(

@@ -41,7 +41,10 @@ def train(
     # Of several processes that torchrun started, one speaks.
     leads = os.environ.get("RANK", "0") == "0"
     with progress_bars() if leads else contextlib.nullcontext(quiet) as start, _silence(not leads):
-        _train(recipe, out, seed, resume, save_every, tensorboard, start)
+        folder, accuracy = _train(recipe, out, seed, resume, save_every, tensorboard, start)
+    if leads:
+        console.print(f"validation accuracy {100 * accuracy:.1f} %, in floating point")
+        console.print(f"{folder}/: model.safetensors, run.json, log.jsonl", highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -57,7 +60,8 @@ def _silence(wanted: bool) -> Iterator[None]:
 
 def _train(
     recipe: Path, out: Path | None, seed: int | None, resume: bool, save_every: float, tensorboard: bool, start: Start
-) -> None:
+) -> tuple[Path, float]:
+    """Run the recipe; return the run folder and the validation accuracy in floating point."""
     ready = start("getting ready", 2)
     with needs_torch("anybit train"):
         import dataclasses
@@ -95,5 +99,4 @@ def _train(
         )
     except (DataError, SpecError) as error:  # a name or a size that only now proved wrong
         raise RecipeError(f"{recipe}: {error}") from error
-    console.print(f"validation accuracy {100 * results['validation_accuracy']:.1f} %, in floating point")
-    console.print(f"{folder}/: model.safetensors, run.json, log.jsonl", highlight=False, soft_wrap=True)
+    return folder, float(results["validation_accuracy"])

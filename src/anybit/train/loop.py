@@ -46,6 +46,7 @@ from anybit.train.resume import (
     finished,
     identity,
     read_state,
+    unsaid,
 )
 from anybit.train.run import RunFolder
 from anybit.train.schedule import learning_rate
@@ -270,7 +271,7 @@ def train(
     model, shape = _start(recipe, data)
     with placed() as place, contextlib.ExitStack() as stack:
         _check_shares(recipe, data, place)
-        tell = say if say is not None and place.leads else _nothing
+        tell = say if say is not None and place.leads else unsaid
         run = RunFolder(folder, recipe)
         if resume and (results := finished(run, leads=place.leads)) is not None:
             tell(f"{run.path}: this run is finished; nothing is left to do")
@@ -299,10 +300,6 @@ def train(
             more = {"resumed_at": keeper.resumed, "skipped_files": skipped}
             run.finish(results, epoch_seconds=seconds, **{key: list(found) for key, found in more.items() if found})
     return model, results
-
-
-def _nothing(text: str) -> None:
-    pass
 
 
 def _start(recipe: Recipe, data: Dataset) -> tuple[nn.Module, dict[str, Any]]:

@@ -46,6 +46,11 @@ SAVE = 1
 NO_TIME = EpochTime(0.0, 0.0)
 
 Say = Callable[[str], None]
+"""Told about what happens, a sentence at a time."""
+
+
+def unsaid(text: str) -> None:
+    """Let a sentence go where nobody listens."""
 
 
 @dataclass

@@ -33,6 +33,7 @@ from anybit.train.checkpoint import digest_of, load_weights
 from anybit.train.loop import fit, model_shape, validate
 from anybit.train.place import here
 from anybit.train.recipe import Recipe
+from anybit.train.resume import Say, unsaid
 from anybit.train.storage import Store, open_store
 from anybit.train.workers import Work, listed
 
@@ -62,8 +63,6 @@ NEAR_GUESSING = (
     "warning: without the penalty the trials reach only {:.1f} %, near guessing, where no strength seems to cost "
     "anything; start them from a trained network (init in the recipe), or make them longer"
 )
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,7 @@ def search(
     short = recipe.changed({"epochs": epochs})
     part = part_of(data, share)
     store = open_store(storage) if isinstance(storage, str) else storage
-    grid = _Grid(short, part, knob, store=store, on_trial=on_trial, say=say or _nothing)
+    grid = _Grid(short, part, knob, store=store, on_trial=on_trial, say=say or unsaid)
     tracked = None if knob.values else grid.tracked(data)
     values = knob.values if tracked is None else propose(tracked)
     if knob.aim == "strongest":
@@ -272,10 +271,6 @@ def search(
     if recipe.init is None and not learned(accuracies.get(0.0, 1.0), len(data.classes)):
         grid.say(NEAR_GUESSING.format(100 * accuracies[0.0]))
     return Found(knob.keys, knob.aim, chosen, accuracies, tolerance, epochs, share, tracked)
-
-
-def _nothing(text: str) -> None:
-    pass
 
 
 def learned(accuracy: float, classes: int) -> bool:
