@@ -7,10 +7,14 @@ processes with the same call share base networks, the trials of searches, and ro
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from anybit.analysis.progress import Start, quiet
 from anybit.analysis.table import Job, Table, covers, same_recipe
@@ -264,13 +268,15 @@ class _Worker:
         """Return the accuracies of a row by setting, adding those that an entry lacks."""
         data, label, seed = self.data[job.network], job.row.name, job.seed
         model, _ = load_model(self.table.checkpoint(job))
-        measured = dict(entry["settings"]) if entry else {}
+        batches = {"test": _batches(data.test), "validation": _batches(data.validation)}
+        measured = {name: dict(parts) for name, parts in entry["settings"].items()} if entry else {}
         for name, setting in self.table.settings.items():
             if covers(entry, name, setting):
                 continue
             net = prepare(model, data.test.x[:2], input_range=data.input_range, **setting.options)
-            splits = {"test": data.test} | ({"validation": data.validation} if setting.validated else {})
-            measured[name] = {part: _sweep(net, split, setting.widths, label, seed) for part, split in splits.items()}
+            for part in ("test", "validation") if setting.validated else ("test",):
+                rows = sweep(net, batches[part], widths=setting.widths, label=label, seed=seed)
+                measured.setdefault(name, {})[part] = [row.to_dict() for row in rows]
         return measured
 
     def wait(self) -> None:
@@ -292,5 +298,8 @@ def _searches(row: TableRow) -> tuple[str, ...]:
     return row.takes if row.knob is None else (*row.takes, row.name)
 
 
-def _sweep(net: Any, split: Split, widths: Sequence[Bits], label: str, seed: int) -> list[dict[str, Any]]:
-    return [r.to_dict() for r in sweep(net, Batches(split, BATCH), widths=widths, label=label, seed=seed)]
+def _batches(split: Split) -> Batches:
+    """Return what is measured on, images with channels last: a third less time at an eighth of the width."""
+    if isinstance(split.x, Tensor) and split.x.dim() == 4:
+        split = dataclasses.replace(split, x=split.x.contiguous(memory_format=torch.channels_last))
+    return Batches(split, BATCH)

@@ -33,7 +33,7 @@ class Prediction:
 def predictions(
     net: QuantizedNetwork, loader: Iterable[tuple[Tensor, Tensor]], widths: Iterable[Bits | tuple[int, int]]
 ) -> Iterator[Prediction]:
-    """Give the logits of every example at each pair of widths; `loader` is gone through once more than there are pairs.
+    """Give the logits of every example at each pair of widths; `loader` is gone through once for each, and for floats.
 
     Afterwards the network is at the widths it was at before.
     """
@@ -43,6 +43,9 @@ def predictions(
     with net.at(weights=32, activations=32):
         reference, labels = predict(net, loader)
     for bits in pairs:
+        if bits == Bits():
+            yield Prediction(bits, reference, reference, labels)
+            continue
         with net.at(weights=bits.weights, activations=bits.activations):
             logits, again = predict(net, loader)
         if not torch.equal(again, labels):
@@ -61,8 +64,8 @@ def sweep(
 ) -> list[Row]:
     """Return accuracy, loss and divergence from floating point at each pair of widths (weights, activations).
 
-    `loader` is gone through once per width, in the same order each time: do not shuffle. Afterwards the network is at
-    the widths it was at before.
+    `loader` is gone through once per width and once in floating point, in the same order each time: do not shuffle.
+    Afterwards the network is at the widths it was at before.
     """
     rows = []
     for prediction in predictions(net, loader, widths):

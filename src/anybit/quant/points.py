@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import SpecError
-from anybit.quant.uniform import Grid, fake_quantize, make_grid, snap_, straight_through
+from anybit.quant.uniform import Grid, fake_quantize, gapless, make_grid, snap_, straight_through
 from anybit.quant.weights import Rule, quantized_weight, weight_limits, weight_range
 from anybit.spec import FLOAT, NARROWEST, QuantSpec, Range, check_width
 
@@ -251,7 +251,7 @@ class ActivationPoint(Point):
             self.observer.update(x)
         if self._grid is None:
             return x
-        if self.fresh and not torch.is_grad_enabled() and x.is_contiguous():
+        if self.fresh and not torch.is_grad_enabled() and gapless(x):
             return snap_(x, *self._grid)
         return fake_quantize(x, *self._grid)
 

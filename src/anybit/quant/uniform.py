@@ -105,7 +105,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int) -
     ([0.5, 3.5], [1.0, 0.0])
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return snap_(x.clone(memory_format=torch.contiguous_format), scale, zero, low, high)
+        return snap_(x.clone(), scale, zero, low, high)
     scaled = x / scale
     rounded = straight_through(scaled, torch.round(scaled.detach()))
     return dequantize(torch.clamp(rounded + zero, low, high), scale, zero)
@@ -123,18 +123,28 @@ def straight_through(x: Tensor, value: Tensor) -> Tensor:
     return result
 
 
+def gapless(x: Tensor) -> bool:
+    """Tell whether a tensor fills its memory, in the usual order of dimensions or with channels last.
+
+    >>> images = torch.zeros(2, 3, 4, 4)
+    >>> gapless(images), gapless(images.to(memory_format=torch.channels_last)), gapless(images[:, :2])
+    (True, True, False)
+    """
+    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+
+
 CHUNK = 2**16
 """Elements that are taken through all the steps of rounding while they are in the processor's cache."""
 
 
 def snap_(x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int) -> Tensor:
-    """Move a contiguous tensor to the grid in place, bit for bit as `quantize` and `dequantize` would; return it.
+    """Move a tensor without gaps to the grid in place, bit for bit as `quantize` and `dequantize` would; return it.
 
     >>> snap_(torch.tensor([0.26, 5.0]), torch.tensor(0.5), torch.tensor(0.0), -7, 7)
     tensor([0.5000, 3.5000])
     """
     centred = not bool(zero.any())
-    parts = torch.split(x.view(-1), CHUNK) if scale.dim() == 0 else (x,)
+    parts = torch.split(x.as_strided((x.numel(),), (1,)), CHUNK) if scale.dim() == 0 else (x,)
     for part in parts:
         part.div_(scale).round_()
         if centred:
