@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import shutil
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -50,6 +54,7 @@ from anybit.cli.reproduce import reproduce
 from anybit.data import Dataset, Split, load_dataset
 from anybit.errors import FileError, RecipeError, SpecError
 from anybit.spec import Bits, Row
+from anybit.train.checkpoint import read_checkpoint
 from anybit.train.recipe import Recipe, load_recipe
 from anybit.train.search import Found, Knob
 from anybit.train.storage import Store, open_store
@@ -195,6 +200,40 @@ def test_an_interrupted_table_goes_on(table: Table, monkeypatch: pytest.MonkeyPa
     said = run(table, rows=[NONE])
     assert trained(said) == []  # the checkpoint was there
     assert [entry["row"] for entry in read_entries(table.file)] == ["none"]
+
+
+@pytest.mark.usefixtures("measured_at_once")
+def test_a_row_goes_on_in_the_middle(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(table, rows=[NONE])
+    whole = read_checkpoint(table.checkpoint(Job("one", 0, NONE)))[0]
+    stopped_at_once(table, monkeypatch)
+    said = run(table, rows=[NONE])
+    assert any(line.endswith("going on after step 1") for line in said), said
+    again = read_checkpoint(table.checkpoint(Job("one", 0, NONE)))[0]
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+@pytest.mark.usefixtures("measured_at_once")
+def test_what_another_recipe_left_in_the_middle_is_not_gone_on_with(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(table, rows=[NONE])
+    stopped_at_once(table, monkeypatch)
+    path = table.recipes / "laptop" / "one-tune.toml"
+    path.write_text(path.read_text().replace("lr = 0.05", "lr = 0.01"))
+    said = run(table, rows=[NONE])
+    assert not any("going on" in line for line in said), said
+    assert read_entries(table.file)[-1]["recipe"]["optimizer"]["lr"] == 0.01
+
+
+def stopped_at_once(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train a row anew and stop it after its first step, as ctrl-C does."""
+    shutil.rmtree(table.folder(Job("one", 0, NONE)))
+    stop = functools.partial(module.train, progress=lambda done: signal.raise_signal(signal.SIGINT))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(table, rows=[NONE])
 
 
 @pytest.mark.usefixtures("measured_at_once")

@@ -1,8 +1,9 @@
 """A table of the paper, trained and measured: every row once, from a shared start, by one process or by several.
 
 Whatever is done is on disk: base networks and rows as run folders, searches and measurements as JSON. The same call
-again goes on where the last one stopped, and a row that only lacks a measurement is not trained again. Several
-processes with the same call share base networks, the trials of searches, and rows, through a storage.
+again goes on where the last one stopped, also in the middle of a training, and a row that only lacks a measurement is
+not trained again. Several processes with the same call share base networks, the trials of searches, and rows, through a
+storage.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from anybit.analysis.table import Job, Table, covers, same_recipe
 from anybit.analysis.table_rows import TableRow
 from anybit.analysis.table_share import Shared, base_unit
 from anybit.data import Batches, Dataset, Split, load_dataset
-from anybit.errors import DataError, FileError
+from anybit.errors import CheckpointError, DataError, FileError
 from anybit.evaluate.sweep import sweep
 from anybit.files import read_json
 from anybit.provenance import origin
@@ -31,6 +32,7 @@ from anybit.train.checkpoint import load_model, read_checkpoint
 from anybit.train.loop import train
 from anybit.train.recipe import Recipe
 from anybit.train.resume import Say
+from anybit.train.run import RunFolder
 from anybit.train.search import search
 from anybit.train.storage import GRACE, open_store
 from anybit.train.workers import listed
@@ -194,7 +196,7 @@ class _Worker:
             return False
         with claim:
             self.say(f"{network}, seed {seed}: training the base network")
-            train(self.table.recipe(network, "base").changed({"seed": seed}), self.data[network], path.parent)
+            self.run(self.table.recipe(network, "base").changed({"seed": seed}), network, path.parent)
             self.shared.add_base(network, seed, claim)
         return True
 
@@ -241,7 +243,15 @@ class _Worker:
         """Train a row, unless that was done."""
         if not self.trained(job, recipe):
             self.say(f"{job.network}, seed {job.seed}: training {job.row.name}")
-            train(recipe, self.data[job.network], self.table.folder(job))
+            self.run(recipe, job.network, self.table.folder(job))
+
+    def run(self, recipe: Recipe, network: str, folder: Path) -> None:
+        """Train into a folder, from where the same training was stopped before, if it was."""
+        stopped = RunFolder(folder, recipe).state.is_file()
+        try:
+            train(recipe, self.data[network], folder, resume=True, say=self.say if stopped else None)
+        except CheckpointError:  # what is there is of another recipe, or damaged
+            train(recipe, self.data[network], folder)
 
     def measure(self, job: Job, recipe: Recipe) -> dict[str, Any]:
         """Measure a row in every setting that it lacks; return its entry."""
