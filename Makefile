@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate bench-scale soak docs setup clean
+.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale soak docs setup clean
 
 demo: $(READY)
 	@$(BIN)/anybit demo
@@ -33,6 +33,9 @@ bench-helpers: $(READY)
 
 bench-allocate: $(READY)
 	@$(BIN)/python benchmarks/allocate.py
+
+bench-order: $(READY)
+	@$(BIN)/python benchmarks/order.py
 
 bench-scale: $(READY)
 	@$(BIN)/python benchmarks/scale.py

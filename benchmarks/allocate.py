@@ -38,7 +38,7 @@ ACTIVATIONS = 8
 
 
 def part(split: Split, n: int) -> Batches:
-    return Batches(Split(split.x[:n], split.y[:n]), 256)
+    return Batches(split.first(n).channels_last(), 100)
 
 
 def greedy(net: QuantizedNetwork, loader: Batches, budgets: tuple[float, ...]) -> dict[float, dict[str, Bits]]:

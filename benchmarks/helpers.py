@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from anybit.data import Batches, load_dataset
-from anybit.data.base import Split
 from anybit.evaluate.sweep import sweep
 from anybit.files import write_json
 from anybit.provenance import origin
@@ -44,7 +43,7 @@ def main() -> None:
     for run in options.runs:
         model, about = load_model(Path(run) / "model.safetensors")
         data = load_dataset(about["data"])
-        test = Split(data.test.x[: options.n], data.test.y[: options.n])
+        test = data.test.first(options.n).channels_last()
         for per_channel in (False, True):
             scales = "per channel" if per_channel else "per tensor"
             table = Table(title=f"{run}, {scales}: test accuracy in %, n = {len(test)}")
@@ -52,7 +51,7 @@ def main() -> None:
                 table.add_column(column, justify="left" if column == "helpers" else "right")
             for name, helpers in SETTINGS.items():
                 net = prepare(model, test.x[:2], input_range=data.input_range, per_channel=per_channel, helpers=helpers)
-                rows = sweep(net, Batches(test, 500), widths=WIDTHS, label=name, seed=about["seed"])
+                rows = sweep(net, Batches(test, 100), widths=WIDTHS, label=name, seed=about["seed"])
                 table.add_row(name, *(f"{100 * row.accuracy:.1f}" for row in rows))
                 for row in rows:
                     results.append({"run": run, "model": about["model"], "scales": scales, **row.to_dict()})

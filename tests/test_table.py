@@ -503,9 +503,13 @@ def test_the_favoured_row_is_chosen_on_the_validation_split() -> None:
     # floating point is a condition, not a score
     better = entry("both", {Bits(): 0.9}, {Bits(): 0.99, low: 0.69})
     assert favoured([none, good, better], rows) == "kurtosis"
-    # the mean over seeds counts
+    # the mean over seeds counts, each against the same seed without penalty
     worse = entry("kurtosis", {Bits(): 0.1}, {Bits(): 0.896, low: 0.20}, seed=1)
-    assert favoured([none, good, worse], rows) == "none"
+    assert favoured([none, good, worse], rows) == "kurtosis"
+    other = entry("none", {Bits(): 0.1}, {Bits(): 0.90, low: 0.50}, seed=1)
+    assert favoured([none, good, worse, other], rows) == "none"
+    easy = entry("none", {Bits(): 0.1}, {Bits(): 0.99, low: 0.10}, seed=1)
+    assert favoured([none, good, easy], rows) == "kurtosis"
 
 
 def test_cost_is_against_the_same_seed_without_penalty() -> None:

@@ -8,20 +8,16 @@ storage.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from anybit.analysis.progress import Start, quiet
 from anybit.analysis.table import Job, Table, covers, same_recipe
 from anybit.analysis.table_rows import TableRow
 from anybit.analysis.table_share import Shared, base_unit
-from anybit.data import Batches, Dataset, Split, load_dataset
+from anybit.data import Batches, Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, FileError
 from anybit.evaluate.sweep import sweep
 from anybit.files import read_json
@@ -278,7 +274,8 @@ class _Worker:
         """Return the accuracies of a row by setting, adding those that an entry lacks."""
         data, label, seed = self.data[job.network], job.row.name, job.seed
         model, _ = load_model(self.table.checkpoint(job))
-        batches = {"test": _batches(data.test), "validation": _batches(data.validation)}
+        splits = {"test": data.test, "validation": data.validation}
+        batches = {part: Batches(split.channels_last(), BATCH) for part, split in splits.items()}
         measured = {name: dict(parts) for name, parts in entry["settings"].items()} if entry else {}
         for name, setting in self.table.settings.items():
             if covers(entry, name, setting):
@@ -306,10 +303,3 @@ class _Worker:
 def _searches(row: TableRow) -> tuple[str, ...]:
     """Return the rows whose searched values a row needs, its own last."""
     return row.takes if row.knob is None else (*row.takes, row.name)
-
-
-def _batches(split: Split) -> Batches:
-    """Return what is measured on, images with channels last: a third less time at an eighth of the width."""
-    if isinstance(split.x, Tensor) and split.x.dim() == 4:
-        split = dataclasses.replace(split, x=split.x.contiguous(memory_format=torch.channels_last))
-    return Batches(split, BATCH)

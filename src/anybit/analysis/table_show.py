@@ -91,26 +91,30 @@ def cost(entries: Iterable[Entry], row: TableRow, kind: str) -> float | None:
 
 
 def favoured(entries: Sequence[Entry], rows: Sequence[TableRow], *, tolerance: float = TOLERANCE) -> str | None:
-    """Return the name of the row that does best over all widths on the validation split, the mean over seeds.
+    """Return the name of the row that gains most over all widths on the validation split, the mean over seeds.
 
-    Only rows with one set of weights for every width count (no straight-through training for one pair), and only those
-    that keep the accuracy in floating point within `tolerance` of the row without any penalty. The helpers stay out of
-    it: they come after training.
+    A gain is over the row without any penalty of the same seed. Only rows with one set of weights for every width count
+    (no straight-through training for one pair), and only those that lose no more than `tolerance` in floating point.
+    The helpers stay out of it: they come after training.
     """
-    scores: dict[str, list[tuple[float, float]]] = {}
-    for entry in entries:
-        plain = [parts for name, parts in entry["settings"].items() if not name.endswith("helpers")]
-        measured = [_by_bits(parts["validation"]) for parts in plain]
-        quantized = [accuracy for part in measured for bits, accuracy in part.items() if bits != Bits()]
-        full = [part[Bits()] for part in measured if Bits() in part]
-        if quantized and full:
-            scores.setdefault(entry["row"], []).append((full[0], statistics.fmean(quantized)))
-    means = {name: [statistics.fmean(column) for column in zip(*pairs, strict=True)] for name, pairs in scores.items()}
-    if "none" not in means:
-        return None
+    scores = {(e["row"], e["seed"]): score for e in entries if (score := _validated(e)) is not None}
+    gains: dict[str, list[tuple[float, float]]] = {}
+    for (name, seed), (full, quantized) in scores.items():
+        if (start := scores.get(("none", seed))) is not None:
+            gains.setdefault(name, []).append((full - start[0], quantized - start[1]))
+    means = {name: [statistics.fmean(column) for column in zip(*pairs, strict=True)] for name, pairs in gains.items()}
     allowed = [row.name for row in rows if row.trained_at is None and row.name in means]
-    harmless = [name for name in allowed if means[name][0] >= means["none"][0] - tolerance]
-    return max(harmless, key=lambda name: means[name][1])
+    harmless = [name for name in allowed if means[name][0] >= -tolerance]
+    return max(harmless, key=lambda name: means[name][1], default=None)
+
+
+def _validated(entry: Entry) -> tuple[float, float] | None:
+    """Return validation accuracy in floating point, and the mean over all widths and scales without helpers."""
+    plain = [parts for name, parts in entry["settings"].items() if not name.endswith("helpers")]
+    measured = [_by_bits(parts["validation"]) for parts in plain]
+    quantized = [accuracy for part in measured for bits, accuracy in part.items() if bits != Bits()]
+    full = [part[Bits()] for part in measured if Bits() in part]
+    return (full[0], statistics.fmean(quantized)) if quantized and full else None
 
 
 def markdown_table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:

@@ -62,7 +62,7 @@ def sweep(
         subject = _subject(path, data, {**options, "helpers": helpers.replace(",", " ").split()}, ready)
         if plan and not as_json:
             console.print(str(subject.net.plan), highlight=False, soft_wrap=True)
-        name, test = subject.dataset.name, Batches(subject.dataset.test, 512)
+        name, test = subject.dataset.name, Batches(subject.dataset.test.channels_last(), 128)
         target = out or (checkpoint / "rows.json" if checkpoint.is_dir() else None)
         made = {**origin(), "checkpoint_sha256": _digest(path), "settings": {**options, "helpers": helpers}}
         advance = start("widths", len(pairs))

@@ -88,6 +88,16 @@ class Split:
         x = self.x[:count] if isinstance(self.x, Tensor) else self.x.part(slice(count))
         return Split(x, self.y[:count])
 
+    def channels_last(self) -> Split:
+        """Return images with the channels of a pixel side by side, which small convolutions take in less time.
+
+        >>> Split(torch.zeros(5, 3, 4, 4), torch.arange(5)).channels_last().x.stride()
+        (48, 1, 12, 3)
+        """
+        if not isinstance(self.x, Tensor) or self.x.dim() != 4:
+            return self
+        return Split(self.x.contiguous(memory_format=torch.channels_last), self.y)
+
     def fitting(self) -> Split:
         """Return the first examples, as many as `tensors` takes; all of them if they are in memory anyway."""
         if isinstance(self.x, Tensor):

@@ -45,8 +45,9 @@ class Request:
     def batches(self, dataset: Dataset, runs: Sequence[Run]) -> Iterator[tuple[Run, Batches]]:
         """Give each run with the test batches; a progress bar moves on when the caller comes back for the next."""
         advance = self.start("runs", len(runs))
+        batches = Batches(dataset.test.channels_last(), BATCH)
         for run in runs:
-            yield run, Batches(dataset.test, BATCH)
+            yield run, batches
             advance(1)
 
 
