@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from test_artifact_small import MODEL, header_with, small_master
 from typer.testing import CliRunner, Result
 
 from anybit.artifact.bench import bench as measure_gains
-from anybit.artifact.bench import footprint, input_shapes
+from anybit.artifact.bench import footprint, input_shapes, steps_of
 from anybit.artifact.master import open_master, write_master
 from anybit.artifact.pictures import find_inputs, read_inputs
 from anybit.artifact.session import load
@@ -178,7 +179,9 @@ def test_bench_measures_every_width(master: Path, tmp_path: Path) -> None:
     x = rng.normal(size=(100, 1, 6, 6)).astype(np.float32)
     session = load(master, threads=1)
     y = session.run(x).argmax(1)
-    gains = measure_gains(session, [Bits(), Bits(8, 8), Bits(2, 2), Bits(8, 8)], rounds=2, data=(x, y))
+    widths, steps = [Bits(), Bits(8, 8), Bits(2, 2), Bits(8, 8)], itertools.count()
+    gains = measure_gains(session, widths, rounds=2, data=(x, y), on_step=lambda: next(steps))
+    assert next(steps) == steps_of(widths[:3], rounds=2)
     assert [Bits(g.weights, g.activations) for g in gains] == [Bits(), Bits(8, 8), Bits(2, 2)]
     assert gains[0].accuracy == 1.0
     assert gains[1].accuracy is not None

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,15 @@ class Gain:
         return dataclasses.asdict(self)
 
 
+def steps_of(pairs: Sequence[Bits], rounds: int) -> int:
+    """Return how often `bench` calls `on_step`: for the sizes, the warm-up, every round, and the accuracy of each pair.
+
+    >>> steps_of([Bits(), Bits(8, 8)], rounds=15)
+    36
+    """
+    return len(pairs) * (rounds + 3)
+
+
 def bench(
     session: Session,
     widths: Iterable[Bits],
@@ -56,7 +65,7 @@ def bench(
     rounds: int = 15,
     batch: int = 32,
     data: tuple[Array, Array] | None = None,
-    on_width: Callable[[], None] = lambda: None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> list[Gain]:
     """Measure each pair of widths; the times of all pairs are taken in turns, so that a busy moment hits them all.
 
@@ -66,16 +75,11 @@ def bench(
     shapes = input_shapes(session)
     rng = np.random.default_rng(0)
     feeds = {n: {k: rng.normal(size=(n, *s)).astype(np.float32) for k, s in shapes.items()} for n in (1, batch)}
-    sizes = {bits: footprint(session.master.path, bits, {k: v[:1] for k, v in feeds[1].items()}) for bits in pairs}
-    taken: dict[tuple[Bits, int], list[float]] = {(bits, n): [] for bits in pairs for n in feeds}
-    for i in range(rounds + 1):
-        for bits in pairs:
-            session.set_bits(weights=bits.weights, activations=bits.activations)
-            for n, feed in feeds.items():
-                start = time.perf_counter()
-                session.run(feed)
-                if i:  # the first round warms up
-                    taken[bits, n].append(time.perf_counter() - start)
+    sizes = {}
+    for bits in pairs:
+        sizes[bits] = footprint(session.master.path, bits, {k: v[:1] for k, v in feeds[1].items()})
+        on_step()
+    taken = _timed(session, pairs, feeds, rounds, on_step)
     gains = []
     for bits in pairs:
         accuracy = None if data is None else accuracy_at(session, bits, *data)
@@ -92,8 +96,29 @@ def bench(
                 None if data is None else len(data[1]),
             )
         )
-        on_width()
+        on_step()
     return gains
+
+
+def _timed(
+    session: Session,
+    pairs: Sequence[Bits],
+    feeds: Mapping[int, dict[str, Array]],
+    rounds: int,
+    on_step: Callable[[], None],
+) -> dict[tuple[Bits, int], list[float]]:
+    """Return the seconds of every round, by pair and batch; a round before the first one warms up."""
+    taken: dict[tuple[Bits, int], list[float]] = {(bits, n): [] for bits in pairs for n in feeds}
+    for i in range(rounds + 1):
+        for bits in pairs:
+            session.set_bits(weights=bits.weights, activations=bits.activations)
+            for n, feed in feeds.items():
+                start = time.perf_counter()
+                session.run(feed)
+                if i:
+                    taken[bits, n].append(time.perf_counter() - start)
+            on_step()
+    return taken
 
 
 def speedup(before: Sequence[float] | None, after: Sequence[float]) -> tuple[float, float, float] | None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import console, progress_bars
 from anybit.spec import Bits
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from anybit.artifact.bench import Gain
 
 
 def bench(
@@ -28,14 +34,13 @@ def bench(
 
     Example: anybit bench model.onnx --widths "FP W8A8 W4A4" --data digits
     """
-    from rich.table import Table
-
     from anybit.artifact.bench import bench as run
+    from anybit.artifact.bench import steps_of
     from anybit.artifact.session import load
     from anybit.files import write_json
     from anybit.provenance import origin
 
-    pairs = [Bits.parse(word) for word in widths.split()]
+    pairs = list(dict.fromkeys(Bits.parse(word) for word in widths.split()))
     labelled = None
     with progress_bars() as start:
         ready = start("getting ready", 2)
@@ -47,8 +52,8 @@ def bench(
         ready(1)
         session = load(master, threads=threads, keep=max(1, len(pairs)))
         ready(1)
-        advance = start("widths", len(pairs))
-        gains = run(session, pairs, rounds=rounds, data=labelled, on_width=lambda: advance(1))
+        advance = start("rounds", steps_of(pairs, rounds))
+        gains = run(session, pairs, rounds=rounds, data=labelled, on_step=lambda: advance(1))
     record = {
         "master": master.name, "threads": threads, "rounds": rounds, "batch": 32, "data": data,
         "rows": [gain.to_dict() for gain in gains], "origin": origin(),
@@ -58,7 +63,13 @@ def bench(
     if as_json:
         typer.echo(json.dumps(record, indent=1))
         return
-    table = Table(title=f"{master}, {threads} thread(s)", title_justify="left", title_style="bold")
+    console.print(_table(gains, f"{master}, {threads} thread(s)"))
+
+
+def _table(gains: Sequence[Gain], title: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
     heads = (
         "widths",
         "file MB",
@@ -82,7 +93,7 @@ def bench(
             ratio(gain.speedup_batch),
             "" if gain.accuracy is None else f"{100 * gain.accuracy:.2f}",
         )
-    console.print(table)
+    return table
 
 
 def ratio(speedup: tuple[float, float, float] | None) -> str:
