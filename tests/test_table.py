@@ -541,6 +541,13 @@ def test_the_paper_stands_beside_where_it_has_numbers() -> None:
     assert head == ["row", "FP", "(4,4)", "(3,3)"]
 
 
+def test_a_row_with_fewer_seeds_says_so() -> None:
+    low = Bits(4, 4)
+    made = [entry("none", {low: 0.5}, {}, seed=seed) for seed in (0, 1)] + [entry("kurtosis", {low: 0.6}, {})]
+    _, body = accuracy_rows(made, "per-tensor", [low], (NONE, LESS), {})
+    assert [line[0] for line in body] == ["No regularization", "Kurtosis, seed 0 only"]
+
+
 def test_the_written_table(tmp_path: Path) -> None:
     table = Table(results=tmp_path)
     with pytest.raises(FileError, match="nothing measured yet"):

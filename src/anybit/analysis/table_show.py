@@ -97,7 +97,7 @@ def favoured(entries: Sequence[Entry], rows: Sequence[TableRow], *, tolerance: f
     (no straight-through training for one pair), and only those that lose no more than `tolerance` in floating point.
     The helpers stay out of it: they come after training.
     """
-    scores = {(e["row"], e["seed"]): score for e in entries if (score := _validated(e)) is not None}
+    scores = {(e["row"], e["seed"]): score for e in entries if (score := validated(e)) is not None}
     gains: dict[str, list[tuple[float, float]]] = {}
     for (name, seed), (full, quantized) in scores.items():
         if (start := scores.get(("none", seed))) is not None:
@@ -108,7 +108,7 @@ def favoured(entries: Sequence[Entry], rows: Sequence[TableRow], *, tolerance: f
     return max(harmless, key=lambda name: means[name][1], default=None)
 
 
-def _validated(entry: Entry) -> tuple[float, float] | None:
+def validated(entry: Entry) -> tuple[float, float] | None:
     """Return validation accuracy in floating point, and the mean over all widths and scales without helpers."""
     plain = [parts for name, parts in entry["settings"].items() if not name.endswith("helpers")]
     measured = [_by_bits(parts["validation"]) for parts in plain]
@@ -145,12 +145,19 @@ def accuracy_rows(
         cells = [cell(entries, setting, bits, row) for bits in widths]
         if not any(c.values for c in cells):
             continue
-        line = [row.label]
+        line = [row.label + _lacking(entries, row)]
         for bits, c in zip(widths, cells, strict=True):
             number = paper.get(row.name, {}).get(bits)
             line += [str(c), "" if number is None else f"{number:.2f}"] if shown[bits] else [str(c)]
         body.append(line)
     return head, body
+
+
+def _lacking(entries: Sequence[Entry], row: TableRow) -> str:
+    """Say which seeds a row has, where others have more: its mean cannot be compared with theirs."""
+    seeds = {int(entry["seed"]) for entry in entries}
+    own = sorted(int(entry["seed"]) for entry in entries if entry["row"] == row.name)
+    return "" if seeds == set(own) else f", seed {', '.join(map(str, own))} only"
 
 
 def write_table(table: Table) -> tuple[str, Path]:
