@@ -14,16 +14,17 @@ def round_half_even(value: float) -> int:
 
 def quantize_one(x: float, low: float, high: float, bits: int, *, symmetric: bool, signed: bool) -> float:
     """One number on the grid that covers [low, high], written as in a textbook."""
+    x = float(x)  # a quotient too large for a float is infinite, and beyond every code
     low, high = min(low, 0.0), max(high, 0.0)
     if symmetric and signed:
         last = 2 ** (bits - 1) - 1
         scale = max(-low, high) / last
-        code = max(-last, min(last, round_half_even(x / scale))) if scale else 0
+        code = round_half_even(max(-last, min(last, x / scale))) if scale else 0
         return code * scale
     if symmetric:
         last = 2**bits - 1
         scale = high / last
-        code = max(0, min(last, round_half_even(x / scale))) if scale else 0
+        code = round_half_even(max(0, min(last, x / scale))) if scale else 0
         return code * scale
     last = 2**bits - 1
     scale = (high - low) / last

@@ -4,7 +4,7 @@ import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import quantize_one
 
@@ -26,6 +26,7 @@ def spec_of(bits: int, kind: tuple[bool, bool], axis: int | None = None) -> Quan
 
 
 @given(arrays, widths, kinds)
+@example(np.array([5e-304, -3e4]), 2, (True, False))
 @settings(deadline=None, max_examples=200)
 def test_agrees_with_the_textbook_number_by_number(a: np.ndarray, bits: int, kind: tuple[bool, bool]) -> None:
     x = torch.from_numpy(a)
