@@ -2,7 +2,7 @@
 
 Run from the root of a clone after what a page reads has changed:
 
-    python docs/fill.py docs/scale.md docs/results.md
+    python docs/fill.py docs/results.md docs/four-bits.md
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n.*?```\n)?", re.DOTALL)
+BLOCK = re.compile(r"```python\n(.*?)```\n(\n```text\n.*?```\n)?", re.DOTALL)
 
 
 def filled(text: str) -> str:
-    r"""Return a page with what its blocks print.
+    r"""Return a page with what its blocks print; numbers that vary, and say so, stay as they are.
 
     >>> filled("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n").splitlines()[-3:]
     ['```text', '2', '```']
@@ -28,8 +28,10 @@ def filled(text: str) -> str:
     def run(found: re.Match[str]) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(found[1], scope)
+        if not found[2]:
+            return found[0]
         printed = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
-        return f"```python\n{found[1]}```\n" + (f"\n```text\n{printed}```\n" if printed else "")
+        return f"```python\n{found[1]}```\n\n```text\n{printed}```\n"
 
     return BLOCK.sub(run, text)
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -312,13 +313,27 @@ def test_the_reference_shows_every_public_name(site: Path) -> None:
     assert missing == []
 
 
-def test_doctests_are_shown_as_code(site: Path) -> None:
-    spec = importlib.util.spec_from_file_location("doctests", DOCS / "doctests.py")
+def tool(name: str) -> ModuleType:
+    """One of the programs that stand beside the pages."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert doctest.testmod(module) == (0, 1)
+    return module
+
+
+def test_pages_are_filled_with_what_they_print() -> None:
+    fill = tool("fill")
+    assert doctest.testmod(fill) == (0, 1)
+    varies = f"```python\nprint(1)\n```\n\n{VARIES}\n\n```text\n3\n```\n"
+    assert fill.filled(varies) == varies
+    silent = "```python\nx = 1\n```\n\nThen:\n\n```python\nprint(x)\n```\n\n```text\n```\n"
+    assert fill.filled(silent) == silent.replace("```text\n", "```text\n1\n")
+
+
+def test_doctests_are_shown_as_code(site: Path) -> None:
+    assert doctest.testmod(tool("doctests")) == (0, 1)
     text = (site / "reference" / "values.html").read_text(encoding="utf-8")
     assert "<blockquote>" not in text
     assert 'class="gp"' in text  # a prompt, as the highlighter marks it
