@@ -113,8 +113,8 @@ FLAGSHIP = PenaltyRecipe(weight=3e-4, activation=3e-4, kurtosis=0.3)
 
 In the laptop-size table gradient l1 and kurtosis together gain more over all widths than each alone on the validation
 split of CIFAR-10 (5.0 points on average over two seeds, against 1.0 and 4.0), for 0.3 points in floating point; see
-docs/results.md. The strengths are those that `anybit search` found there (results/search-laptop.json). Other networks and data
-may want others: search them.
+docs/results.md. The strengths are those that `anybit search` found there (results/search-laptop.json). Other networks
+and data may want others: search them.
 """
 
 
