@@ -3,6 +3,8 @@
 Run from the root of a clone after what a page reads has changed:
 
     python docs/fill.py docs/results.md docs/four-bits.md
+
+Blocks run in a folder of their own that has the clone's recipes and results. Commands of the shell are not run.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import argparse
 import contextlib
 import io
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
-BLOCK = re.compile(r"```python\n(.*?)```\n(\n```text\n.*?```\n)?", re.DOTALL)
+BLOCK = re.compile(r'(```(\w*)(?: title="(.*?)")?\n(.*?)```\n)(\n```text\n.*?```\n)?', re.DOTALL)
 
 
 def filled(text: str) -> str:
@@ -26,18 +29,31 @@ def filled(text: str) -> str:
     scope: dict[str, Any] = {"__name__": "page"}
 
     def run(found: re.Match[str]) -> str:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(found[1], scope)
-        if not found[2]:
+        block, kind, title, body, below = found.groups()
+        if title:
+            Path(title).write_text(body, encoding="utf-8")
+        if kind != "python":
             return found[0]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(body, scope)
         printed = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
-        return f"```python\n{found[1]}```\n\n```text\n{printed}```\n"
+        return f"{block}\n```text\n{printed}```\n" if below else found[0]
 
     return BLOCK.sub(run, text)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Fill the pages that were named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="+", type=Path)
-    for page in parser.parse_args().pages:
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in [path.resolve() for path in parser.parse_args().pages]:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("recipes", "results"):
+                (Path(folder) / name).symlink_to(Path(name).resolve())
+            with contextlib.chdir(folder):
+                text = filled(page.read_text(encoding="utf-8"))
+        page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
