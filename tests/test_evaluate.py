@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -128,6 +129,22 @@ def test_rows_say_what_was_measured() -> None:
         assert row.kl == pytest.approx(kl_divergence(reference, logits), rel=1e-4)
     kls = [row.kl for row in rows if row.kl is not None]
     assert kls[0] < kls[1] < kls[2] < kls[3]
+
+
+def test_examples_are_gone_through_once_per_width_and_once_in_floating_point() -> None:
+    class Counting(list[tuple[Tensor, Tensor]]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            self.passes += 1
+            return super().__iter__()
+
+    data = Counting(loader())
+    net = anybit.prepare(network(), data[0][0], input_range=(0.0, 1.0))
+    anybit.sweep(net, data, widths=[(4, 4)])
+    assert data.passes == 2
+    anybit.sweep(net, data, widths=WIDTHS)
+    assert data.passes == 2 + len(WIDTHS)  # floating point is one of them
 
 
 def test_the_widths_are_restored_also_when_something_raises() -> None:

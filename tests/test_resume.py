@@ -306,7 +306,7 @@ def test_a_run_that_is_asked_to_stop_saves_first(number: int, error: type[BaseEx
         assert caught.value.code == 143
     state = tmp_path / "cut" / "state.safetensors"
     name = signal.Signals(number).name
-    assert said == [f"stopped by {name} after step 6; {state} has the state, go on from it with --resume"]
+    assert said == [f"stopped by {name} after step 6; {state} has the state to go on from (anybit train: --resume)"]
     assert names(tmp_path / "cut") == ["log.partial", "run.json", "state.safetensors"]
     assert steps(tmp_path / "cut" / "log.partial") == list(range(6))
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
@@ -400,7 +400,7 @@ def test_the_command_line_stops_and_goes_on(tmp_path: Path, capsys: pytest.Captu
         out, err = process.communicate(timeout=120)
         assert (process.returncode, out) == (code, "")
         assert f"stopped by {signal.Signals(number).name} after step" in err
-        assert f"{run}/state.safetensors has the state, go on from it with --resume" in err
+        assert f"{run}/state.safetensors has the state to go on from (anybit train: --resume)" in err
         assert "Traceback" not in err
     code, out, err = command(capsys, *words)
     assert (code, out) == (2, "")

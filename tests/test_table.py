@@ -500,6 +500,7 @@ def test_the_favoured_row_is_chosen_on_the_validation_split() -> None:
     assert favoured([none, good, harmful, single], rows, tolerance=0.01) == "both"
     assert favoured([none, single], rows) == "none"
     assert favoured([good], rows) is None
+    assert favoured([none], rows) is None
     # floating point is a condition, not a score
     better = entry("both", {Bits(): 0.9}, {Bits(): 0.99, low: 0.69})
     assert favoured([none, good, better], rows) == "kurtosis"

@@ -37,6 +37,21 @@ def test_agrees_with_the_textbook_number_by_number(a: np.ndarray, bits: int, kin
     torch.testing.assert_close(got.ravel(), torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("axis", [None, 1])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2), (3, 2, 1, 0)])
+def test_the_order_in_memory_does_not_matter(order: tuple[int, ...], axis: int | None) -> None:
+    x = torch.randn(3, 4, 5, 6, generator=torch.Generator().manual_seed(0)).permute(order)
+    spec = spec_of(3, (True, True), axis)
+    want = quantize_tensor(x.contiguous(), spec)
+    assert torch.equal(quantize_tensor(x, spec), want)
+    assert torch.equal(quantize_tensor(x.to(memory_format=torch.channels_last), spec), want)
+    gaps = torch.stack([x, x], -1)[..., 0]
+    assert not gaps.is_contiguous()
+    assert torch.equal(quantize_tensor(gaps, spec), want)
+    row = x[:, :1].expand(-1, 4, -1, -1)  # one memory for four channels
+    assert torch.equal(quantize_tensor(row, spec), quantize_tensor(row.contiguous(), spec))
+
+
 @given(arrays, widths, kinds, st.booleans())
 @settings(deadline=None, max_examples=200)
 def test_codes_fit_and_errors_are_at_most_half_a_bin(

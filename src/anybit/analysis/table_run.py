@@ -245,7 +245,7 @@ class _Worker:
         """Train into a folder, from where the same training was stopped before, if it was."""
         stopped = RunFolder(folder, recipe).state.is_file()
         try:
-            train(recipe, self.data[network], folder, resume=True, say=self.say if stopped else None)
+            train(recipe, self.data[network], folder, resume=stopped, say=self.say)
         except CheckpointError:  # what is there is of another recipe, or damaged
             train(recipe, self.data[network], folder)
 

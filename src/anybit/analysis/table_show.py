@@ -95,7 +95,7 @@ def favoured(entries: Sequence[Entry], rows: Sequence[TableRow], *, tolerance: f
 
     A gain is over the row without any penalty of the same seed. Only rows with one set of weights for every width count
     (no straight-through training for one pair), and only those that lose no more than `tolerance` in floating point.
-    The helpers stay out of it: they come after training.
+    The helpers stay out of it: they come after training. With no row beside that without a penalty there is no answer.
     """
     scores = {(e["row"], e["seed"]): score for e in entries if (score := validated(e)) is not None}
     gains: dict[str, list[tuple[float, float]]] = {}
@@ -103,6 +103,8 @@ def favoured(entries: Sequence[Entry], rows: Sequence[TableRow], *, tolerance: f
         if (start := scores.get(("none", seed))) is not None:
             gains.setdefault(name, []).append((full - start[0], quantized - start[1]))
     means = {name: [statistics.fmean(column) for column in zip(*pairs, strict=True)] for name, pairs in gains.items()}
+    if len(means) < 2:
+        return None
     allowed = [row.name for row in rows if row.trained_at is None and row.name in means]
     harmless = [name for name in allowed if means[name][0] >= -tolerance]
     return max(harmless, key=lambda name: means[name][1], default=None)

@@ -394,8 +394,8 @@ class Keeper:
         if why == SAVE:
             return
         self.say(
-            f"stopped by {signal.Signals(why).name} after step {self._steps(position)}; {self.path} has the state, "
-            "go on from it with --resume"
+            f"stopped by {signal.Signals(why).name} after step {self._steps(position)}; {self.path} has the state "
+            "to go on from (anybit train: --resume)"
         )
         raise KeyboardInterrupt if why == signal.SIGINT else SystemExit(128 + why)
 
