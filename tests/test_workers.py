@@ -471,10 +471,15 @@ def table_folder(folder: Path) -> Path:
     return folder
 
 
-def measure_at_once() -> None:
-    """Read accuracies off the weights: to capture a network takes a second, and tests of this have their own file."""
+def measure_at_once(*, stuck: bool = False) -> None:
+    """Read accuracies off the weights: to capture a network takes a second, and tests of this have their own file.
+
+    A stuck one comes to measure its first row and stays there, so that it can be killed in the middle of it.
+    """
 
     def sweep(net: Any, loader: Any, *, widths: Any, label: str, seed: int) -> list[Row]:
+        while stuck:
+            time.sleep(1)
         accuracy = float(net.classifier.bias.detach().square().mean())
         return [Row(label, seed, b.weights, b.activations, accuracy, 1.0, len(loader)) for b in widths]
 
@@ -494,16 +499,16 @@ WORKER = """
 import sys
 import test_workers as here
 
-here.measure_at_once()
+here.measure_at_once(stuck=len(sys.argv) > 2)
 rows = [here.NONE, here.KURTOSIS]
 say = lambda line: print(line, flush=True)
 here.run_table(here.TABLE, networks=["one"], seeds=[0, 1], rows=rows, storage=sys.argv[1], say=say)
 """
 
 
-def table_worker(folder: Path, url: str) -> subprocess.Popen[str]:
+def table_worker(folder: Path, url: str, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", WORKER, url],
+        [sys.executable, "-c", WORKER, url, *more],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
     )  # fmt: skip
@@ -516,10 +521,10 @@ UNITS = {f"one, seed {seed}: training {part}" for seed in (0, 1) for part in PAR
 @pytest.mark.slow
 def test_two_workers_share_a_table_and_one_may_die(tmp_path: Path, url: str) -> None:
     table_folder(tmp_path)
-    both = [table_worker(tmp_path, url) for _ in range(2)]
+    both = [table_worker(tmp_path, url, "stuck"), table_worker(tmp_path, url)]
     work = Work(open_store(url), "table1 laptop")
-    (unit,) = until(lambda: [u for u in claims_of(work, both[0].pid) if "base" not in u])
     until(lambda: claims_of(work, both[1].pid))
+    (unit,) = until(lambda: [u for u in claims_of(work, both[0].pid) if "base" not in u])
     both[0].kill()
     first, _ = both[0].communicate()
     ((second, _),) = ended(both[1])
