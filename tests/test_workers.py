@@ -10,7 +10,6 @@ import pwd
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -124,11 +123,12 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 # Processes
 
 
-def started(code: str, *words: object) -> subprocess.Popen[str]:
+def started(code: str, *words: object, **places: Any) -> subprocess.Popen[str]:
     """Start a Python process."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **places,
     )  # fmt: skip
 
 
@@ -409,16 +409,33 @@ def test_three_workers_share_a_search(home: Path, tmp_path: Path) -> None:
     assert sorted(pids.values()) == sorted(len(each) for each in own if each)
 
 
+# It comes to the end of its first trial and stays there, so that it can be killed in the middle of it.
+STUCK = """
+import pathlib, sys, time
+from anybit.cli import main
+from anybit.train import search
+
+def stay(*ignored, **named):
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(600)
+
+search.validate = stay
+main(sys.argv[2:])
+"""
+
+
 @pytest.mark.slow
-def test_a_killed_worker_loses_only_its_trial(home: Path, url: str) -> None:
+def test_a_killed_worker_loses_only_its_trial(home: Path, tmp_path: Path, url: str) -> None:
     # One rate does nothing, one is far too large: the winner is between them, and the grid does not grow.
     rates = "1e-7,0.02,100"
     words = ("search", "tuned.toml", "--vary", "optimizer.lr", "--values", rates, "--epochs", 4, "--share", 1)
-    both = [anybit(*words, "--storage", url, "--json", cwd=home) for _ in range(2)]
+    words = (*words, "--storage", url, "--json")
+    both = [started(STUCK, tmp_path / "stuck", *words, cwd=home), anybit(*words, cwd=home)]
     work = search_work(url)
-    (value,) = until(lambda: claims_of(work, both[0].pid))
     until(lambda: claims_of(work, both[1].pid))
-    both[0].send_signal(signal.SIGKILL)
+    until((tmp_path / "stuck").exists)
+    (value,) = claims_of(work, both[0].pid)
+    both[0].kill()
     _, killed_err = both[0].communicate()
     ((out, err),) = ended(both[1])
     record = json.loads(out)
@@ -479,6 +496,7 @@ def measure_at_once(*, stuck: bool = False) -> None:
 
     def sweep(net: Any, loader: Any, *, widths: Any, label: str, seed: int) -> list[Row]:
         while stuck:
+            Path("stuck").touch()
             time.sleep(1)
         accuracy = float(net.classifier.bias.detach().square().mean())
         return [Row(label, seed, b.weights, b.activations, accuracy, 1.0, len(loader)) for b in widths]
@@ -506,14 +524,6 @@ here.run_table(here.TABLE, networks=["one"], seeds=[0, 1], rows=rows, storage=sy
 """
 
 
-def table_worker(folder: Path, url: str, *more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", WORKER, url, *more],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
-    )  # fmt: skip
-
-
 PARTS = ("none", "kurtosis", "the base network")
 UNITS = {f"one, seed {seed}: training {part}" for seed in (0, 1) for part in PARTS}
 
@@ -521,10 +531,11 @@ UNITS = {f"one, seed {seed}: training {part}" for seed in (0, 1) for part in PAR
 @pytest.mark.slow
 def test_two_workers_share_a_table_and_one_may_die(tmp_path: Path, url: str) -> None:
     table_folder(tmp_path)
-    both = [table_worker(tmp_path, url, "stuck"), table_worker(tmp_path, url)]
+    both = [started(WORKER, url, *more, cwd=tmp_path) for more in (("stuck",), ())]
     work = Work(open_store(url), "table1 laptop")
     until(lambda: claims_of(work, both[1].pid))
-    (unit,) = until(lambda: [u for u in claims_of(work, both[0].pid) if "base" not in u])
+    until((tmp_path / "stuck").exists)
+    (unit,) = claims_of(work, both[0].pid)
     both[0].kill()
     first, _ = both[0].communicate()
     ((second, _),) = ended(both[1])
