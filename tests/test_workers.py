@@ -223,6 +223,8 @@ from anybit.train.storage import open_store
 
 if sys.argv[2] == "elsewhere":
     workers._machine = lambda: "another machine"
+if sys.argv[2] == "silent":  # as if it were paused
+    workers.Claim._beat = lambda self: None
 claim = workers.Work(open_store(sys.argv[1], grace=4), "study").claim("a", done=lambda: False)
 with claim:
     print("at it", flush=True)
@@ -261,6 +263,20 @@ def test_elsewhere_a_process_lives_by_its_signs_of_life(url: str) -> None:
     assert claim.lost.startswith(f"process {holder.pid} on ")
 
 
+@pytest.mark.slow
+def test_here_a_silent_process_keeps_what_it_holds(url: str) -> None:
+    holder = started(HOLD, url, "silent")
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "at it\n"
+    work = Work(open_store(url, grace=4), "study")
+    (trial,) = work.running().values()
+    until(lambda: work.store.storage._get_stale_trial_ids(work.id) == [trial._trial_id])  # silent for too long
+    assert work.claim("a", done=lambda: False) is None
+    holder.kill()
+    assert until(lambda: work.claim("a", done=lambda: False)).lost
+    holder.communicate()
+
+
 def test_a_worker_that_was_given_up_hears_of_it(url: str) -> None:
     work = Work(open_store(url), "study")
     claim = work.claim("a", done=lambda: False)
@@ -283,13 +299,13 @@ def test_a_trial_that_never_gave_a_sign_of_life_is_given_up_too(tmp_path: Path) 
 
 def test_processes_are_told_apart() -> None:
     me = this_process()
-    assert not workers.is_gone(me)
-    assert workers.is_gone({**me, "started": "1"})  # the number was given to another process since
-    assert not workers.is_gone({**me, "started": "1", "machine": "another"})  # nothing is known about that one
-    assert not workers.is_gone({})
+    assert workers.is_there(me)
+    assert workers.is_there({**me, "started": "1"}) is False  # the number was given to another process since
+    assert workers.is_there({**me, "started": "1", "machine": "another"}) is None  # nothing is known about that one
+    assert workers.is_there({}) is None
     ended_one = started("")
     ended_one.wait()
-    assert workers.is_gone({**me, "pid": ended_one.pid})
+    assert workers.is_there({**me, "pid": ended_one.pid}) is False
     ended_one.communicate()
 
 

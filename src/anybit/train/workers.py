@@ -5,6 +5,7 @@ earlier one is: of two workers that claim at the same moment the database lets o
 trial back. (Optuna's own queue of waiting trials would not do: on SQLite, which has no row locks, two processes can
 take the same one.) While it works, a worker gives a sign of life in the storage every few seconds. Where that stays
 away for too long, or the process is seen to be gone from this machine, its trial has failed and the unit is free again.
+A process that is seen on this machine may be silent: it was paused, or the machine slept.
 """
 
 from __future__ import annotations
@@ -112,10 +113,11 @@ class Work:
     def _bury(self) -> None:
         """Let the trials of dead workers fail."""
         with self.store.answering(), experimental(self.store.optuna):
-            self.store.optuna.storages.fail_stale_trials(self.study)
+            silent = self.store.storage._get_stale_trial_ids(self.id)
             running = self.study.get_trials(deepcopy=False, states=(self.states.RUNNING,))
             for trial in running:
-                if is_gone(trial.user_attrs.get("worker", {})) or self._never_lived(trial):
+                there = is_there(trial.user_attrs.get("worker", {}))
+                if there is False or (there is None and trial._trial_id in silent) or self._never_lived(trial):
                     with contextlib.suppress(self.store.optuna.exceptions.UpdateFinishedTrialError):
                         self.store.storage.set_trial_state_values(trial._trial_id, self.states.FAIL)
 
@@ -212,14 +214,16 @@ def this_process() -> dict[str, Any]:
     return {"host": platform.node(), "pid": pid, "machine": _machine(), "started": _started(pid)}
 
 
-def is_gone(worker: Mapping[str, Any]) -> bool:
-    """Tell whether a process ran on this machine and is not there any more.
+def is_there(worker: Mapping[str, Any]) -> bool | None:
+    """Tell whether a process is on this machine; nothing is known of other machines.
 
-    >>> is_gone(this_process()), is_gone({**this_process(), "started": "0"}), is_gone({"machine": "another", "pid": 1})
-    (False, True, False)
+    >>> is_there(this_process()), is_there({**this_process(), "started": "0"}), is_there({"machine": "another"})
+    (True, False, None)
     """
     machine = _machine()
-    return machine is not None and worker.get("machine") == machine and worker["started"] != _started(worker["pid"])
+    if machine is None or worker.get("machine") != machine:
+        return None
+    return bool(worker["started"] == _started(worker["pid"]))
 
 
 def _machine() -> str | None:
