@@ -511,6 +511,9 @@ def test_the_favoured_row_is_chosen_on_the_validation_split() -> None:
     assert favoured([none, good, worse, other], rows) == "none"
     easy = entry("none", {Bits(): 0.1}, {Bits(): 0.99, low: 0.10}, seed=1)
     assert favoured([none, good, easy], rows) == "kurtosis"
+    # so does the mean over networks, each against the same network without penalty
+    elsewhere = [{**e, "network": "another", "seed": 0} for e in (worse, other)]
+    assert favoured([none, good, *elsewhere], rows) == "none"
 
 
 def test_cost_is_against_the_same_seed_without_penalty() -> None:
