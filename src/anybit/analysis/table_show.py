@@ -93,9 +93,10 @@ def cost(entries: Iterable[Entry], row: TableRow, kind: str) -> float | None:
 def favoured(entries: Sequence[Entry], rows: Sequence[TableRow], *, tolerance: float = TOLERANCE) -> str | None:
     """Return the name of the row that gains most over all widths on the validation split, the mean over runs.
 
-    A gain is over the row without any penalty of the same network and seed. Only rows with one set of weights for every width count
-    (no straight-through training for one pair), and only those that lose no more than `tolerance` in floating point.
-    The helpers stay out of it: they come after training. With no row beside that without a penalty there is no answer.
+    A gain is over the row without any penalty of the same network and seed. Only rows with one set of weights for every
+    width count (no straight-through training for one pair), and only those that lose no more than `tolerance` in
+    floating point. The helpers stay out of it: they come after training. With no row beside that without a penalty
+    there is no answer.
     """
     scores = {(e["row"], e["network"], e["seed"]): score for e in entries if (score := validated(e)) is not None}
     gains: dict[str, list[tuple[float, float]]] = {}
