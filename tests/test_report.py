@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from anybit.cli import main
 from anybit.errors import FileError, MissingDependency, SpecError
@@ -151,6 +153,13 @@ def test_summaries_by_hand() -> None:
         ("b", Bits(2, 32), 0.125, 0.125, 0.125, 1),
     ]
     assert summarize([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=5))
+@example([0.0985] * 3)
+def test_a_mean_lies_among_its_seeds(accuracies: list[float]) -> None:
+    (s,) = summarize(Row("a", seed, 4, 4, accuracy=a, loss=1.0, n=8) for seed, a in enumerate(accuracies))
+    assert s.low <= s.mean <= s.high
 
 
 def data_of(text: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +92,8 @@ def summarize(rows: Iterable[Row]) -> list[Summary]:
     groups: dict[tuple[str, Bits], list[float]] = {}
     for row in rows:
         groups.setdefault((row.label, row.bits), []).append(row.accuracy)
+    # Exact, then rounded: a sum of floats over their number may lie a bit outside of what it is the mean of.
     return [
-        Summary(label, bits, sum(values) / len(values), min(values), max(values), len(values))
+        Summary(label, bits, statistics.mean(values), min(values), max(values), len(values))
         for (label, bits), values in groups.items()
     ]
