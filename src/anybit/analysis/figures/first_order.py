@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybit.analysis.figures.drawing import COLORS, MARKERS, panels, title
+from anybit.analysis.figures.drawing import COLORS, MARKERS, legend_below, panels, title
 from anybit.analysis.figures.request import Request
 from anybit.quant.points import WeightPoint
 from anybit.quant.uniform import make_grid, min_max
@@ -133,5 +133,5 @@ def draw(figure: Figure, series: list[Induced]) -> None:
             ylabel="measured change of the loss, in nats",
             title=title(induced.label),
         )
-        axes.legend(loc="upper left")
+        legend_below(axes, 1)
     figure.suptitle(f"Uniform noise of one {series[0].bits}-bit bin on all weights")
