@@ -232,10 +232,16 @@ with claim:
 """
 
 
-def test_what_a_killed_process_held_is_free_at_once_on_its_machine(url: str) -> None:
-    holder = started(HOLD, url, "here")
+def holding(url: str, how: str) -> subprocess.Popen[str]:
+    """Start a process, and wait until it holds a unit."""
+    holder = started(HOLD, url, how)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "at it\n"
+    return holder
+
+
+def test_what_a_killed_process_held_is_free_at_once_on_its_machine(url: str) -> None:
+    holder = holding(url, "here")
     work = Work(open_store(url, grace=600), "study")
     assert work.claim("a", done=lambda: False) is None
     holder.kill()  # and nobody has waited for it yet: it is dead, but still listed
@@ -246,9 +252,7 @@ def test_what_a_killed_process_held_is_free_at_once_on_its_machine(url: str) -> 
 
 @pytest.mark.slow
 def test_elsewhere_a_process_lives_by_its_signs_of_life(url: str) -> None:
-    holder = started(HOLD, url, "elsewhere")
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "at it\n"
+    holder = holding(url, "elsewhere")
     work = Work(open_store(url, grace=4), "study")
     start = time.monotonic()
     while time.monotonic() - start < 5 * SECOND:
@@ -265,9 +269,7 @@ def test_elsewhere_a_process_lives_by_its_signs_of_life(url: str) -> None:
 
 @pytest.mark.slow
 def test_here_a_silent_process_keeps_what_it_holds(url: str) -> None:
-    holder = started(HOLD, url, "silent")
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "at it\n"
+    holder = holding(url, "silent")
     work = Work(open_store(url, grace=4), "study")
     (trial,) = work.running().values()
     until(lambda: work.store.storage._get_stale_trial_ids(work.id) == [trial._trial_id])  # silent for too long
@@ -511,9 +513,9 @@ def measure_at_once(*, stuck: bool = False) -> None:
     """
 
     def sweep(net: Any, loader: Any, *, widths: Any, label: str, seed: int) -> list[Row]:
-        while stuck:
+        if stuck:
             Path("stuck").touch()
-            time.sleep(1)
+            time.sleep(600)
         accuracy = float(net.classifier.bias.detach().square().mean())
         return [Row(label, seed, b.weights, b.activations, accuracy, 1.0, len(loader)) for b in widths]
 
