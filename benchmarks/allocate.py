@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
+from anybit.common.files import write_json
+from anybit.common.provenance import origin
 from anybit.data import Batches, load_dataset
 from anybit.data.base import Split
 from anybit.evaluate.accuracy import predict, score
-from anybit.files import write_json
-from anybit.provenance import origin
 from anybit.quant.allocate import mean_loss
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.points import WeightPoint

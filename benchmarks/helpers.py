@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from anybit.common.files import write_json
+from anybit.common.provenance import origin
 from anybit.data import Batches, load_dataset
 from anybit.evaluate.sweep import sweep
-from anybit.files import write_json
-from anybit.provenance import origin
 from anybit.quant.prepare import HELPERS, prepare
 from anybit.spec import Bits
 from anybit.train.checkpoint import load_model

@@ -22,10 +22,10 @@ from torch import nn
 
 from anybit.analysis.table import same_recipe
 from anybit.analysis.table_rows import LAMBDA
+from anybit.common.files import write_json
+from anybit.common.provenance import origin
 from anybit.data import Batches, Dataset, load_dataset
 from anybit.evaluate.accuracy import evaluate
-from anybit.files import write_json
-from anybit.provenance import origin
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.points import WeightPoint
 from anybit.quant.prepare import prepare

@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from anybit.files import write_json
+from anybit.common.files import write_json
+from anybit.common.provenance import origin
 from anybit.models import build_model
-from anybit.penalties.gradient import GradientPenalty
-from anybit.penalties.noise import UniformNoise
-from anybit.provenance import origin
+from anybit.objectives.gradient import GradientPenalty
+from anybit.objectives.noise import UniformNoise
 from anybit.train.memory import keep_freed_memory
 
 BATCH = 128
@@ -111,7 +111,7 @@ STEPS = {
 
 def make(name: str, width: float, row: str) -> tuple[nn.Module, Callable[[], None]]:
     torch.manual_seed(0)
-    model = build_model(name, channels=3, classes=10, width=width).train()
+    model = build_model(name, channels=3, classes=10, multiplier=width).train()
     x, y = torch.randn(BATCH, 3, 32, 32), torch.arange(BATCH) % 10
     return model, STEPS[row](model, x, y)
 

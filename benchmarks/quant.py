@@ -28,11 +28,11 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
+from anybit.common.files import write_json
+from anybit.common.provenance import origin
 from anybit.data import load_dataset
 from anybit.errors import AnybitError
-from anybit.files import write_json
 from anybit.models import build_model
-from anybit.provenance import origin
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.prepare import prepare
 from anybit.spec import Bits
@@ -61,7 +61,7 @@ def at(net: QuantizedNetwork, bits: Bits) -> None:
 def networks(width: float) -> tuple[dict[str, QuantizedNetwork], Tensor]:
     """ResNet-18 prepared in three ways, and a batch for it."""
     torch.manual_seed(0)
-    model = build_model("resnet18-cifar", channels=3, classes=10, width=width).train()
+    model = build_model("resnet18-cifar", channels=3, classes=10, multiplier=width).train()
     x = torch.randn(BATCH, 3, 32, 32).clamp(-REACH, REACH)
     with torch.no_grad():
         for _ in range(3):  # batch norm gets to know its input

@@ -36,11 +36,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from anybit.artifact.session import load
+from anybit.common.files import read_json, write_json
+from anybit.common.provenance import origin
 from anybit.errors import FileError
-from anybit.files import read_json, write_json
 from anybit.models.resnet import BasicBlock, ResNet
-from anybit.penalties.gradient import GradientPenalty
-from anybit.provenance import origin
+from anybit.objectives.gradient import GradientPenalty
 from anybit.quant.lower import save
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.prepare import prepare
@@ -51,7 +51,7 @@ Spent = tuple[float, float]
 """Seconds by the clock, and of all processors: those do not count what others do on a busy machine."""
 
 LAMBDA = 1e-3
-BASE = {"batch": 64, "width": 0.125, "depth": 18}
+BASE = {"batch": 64, "multiplier": 0.125, "depth": 18}
 VARIED: dict[str, tuple[float, ...]] = {
     "batch": (32, 64, 128, 256),
     "width": (0.125, 0.25, 0.5),
@@ -74,7 +74,7 @@ FITTED = 3
 
 
 def residual(width: float, depth: int) -> nn.Module:
-    return ResNet(BasicBlock, DEPTHS[depth], small_images=True, channels=3, classes=10, width=width)
+    return ResNet(BasicBlock, DEPTHS[depth], small_images=True, channels=3, classes=10, multiplier=width)
 
 
 def make_step(kind: str, batch: int, width: float, depth: int) -> tuple[nn.Module, Callable[[], object]]:

@@ -24,8 +24,8 @@ import numpy as np
 from rich.console import Console
 
 from anybit.artifact.session import Session, load
-from anybit.files import write_json
-from anybit.provenance import origin
+from anybit.common.files import write_json
+from anybit.common.provenance import origin
 
 CLIENTS, EVERY, INPUTS, GROWTH = 4, 0.1, 16, 0.05
 WIDTHS = [(32, 32), *((w, a) for w in range(2, 9) for a in (2, 3, 4, 6, 8)), (32, 8), (8, 32), (12, 12), (16, 16)]
@@ -52,7 +52,7 @@ def master(folder: Path) -> Path:
     from anybit.models import build_model
 
     torch.manual_seed(0)
-    model = build_model("vgg-like", channels=3, classes=10, width=0.125).eval()
+    model = build_model("vgg-like", channels=3, classes=10, multiplier=0.125).eval()
     net = anybit.prepare(model, torch.zeros(2, 3, 32, 32), input_range=(-3.0, 3.0))
     anybit.save(net, folder / "model.onnx")
     return folder / "model.onnx"

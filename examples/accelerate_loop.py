@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from your_own_loop import digits, network
 
 import anybit
-from anybit.penalties.base import Penalty, Step
+from anybit.objectives.base import Penalty, Step
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

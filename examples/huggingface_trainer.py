@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClass
 from your_own_loop import digits
 
 import anybit
-from anybit.penalties.base import Penalty, Step
+from anybit.objectives.base import Penalty, Step
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

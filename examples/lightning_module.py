@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from your_own_loop import digits, network
 
 import anybit
-from anybit.penalties.base import Penalty, Step
+from anybit.objectives.base import Penalty, Step
 
 
 class Penalized:

@@ -138,7 +138,7 @@ def vit() -> nn.Module:
 
 
 def resnet50() -> nn.Module:
-    return build_model("resnet50", channels=3, classes=10, width=0.125)
+    return build_model("resnet50", channels=3, classes=10, multiplier=0.125)
 
 
 def warm(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

@@ -156,7 +156,7 @@ class Zoo(nn.Module):
 
 
 def _model(name: str, width: float, channels: int = 3, size: int = 32, classes: int = 10) -> Callable[[], nn.Module]:
-    build = lambda: build_model(name, channels=channels, classes=classes, width=width)  # noqa: E731
+    build = lambda: build_model(name, channels=channels, classes=classes, multiplier=width)  # noqa: E731
     return lambda: warmed_up(build(), images(channels, size, size), rounds=4)
 
 

@@ -54,7 +54,7 @@ def test_many_layers_are_solved_exactly_in_no_time() -> None:
 
 def network(**options: object) -> QuantizedNetwork:
     torch.manual_seed(0)
-    model = warmed_up(build_model("small-conv", channels=1, classes=10, width=0.5), images(1, 8, 8)).eval()
+    model = warmed_up(build_model("small-conv", channels=1, classes=10, multiplier=0.5), images(1, 8, 8)).eval()
     return anybit.prepare(model, torch.rand(2, 1, 8, 8), input_range=(0, 1), **options)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ from anybit.analysis.singular_values import (
 )
 from anybit.cli.appendix import appendix
 from anybit.errors import MissingDependency, SpecError
-from anybit.penalties.orthogonal import orthogonality
+from anybit.objectives.orthogonal import orthogonality
 from anybit.train.checkpoint import save_checkpoint
 
 sizes = st.integers(1, 200)
@@ -421,7 +421,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a network that was trained on the spot."""
     run, _ = small_run(seed=1)
     path = tmp_path_factory.mktemp("appendix")
-    shape = {"name": "small-conv", "channels": 1, "classes": 10, "width": 0.25}
+    shape = {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 0.25}
     save_checkpoint(path / "model.safetensors", run.model, {"model": shape, "data": "digits", "seed": 1, "recipe": {}})
     return path
 

@@ -235,7 +235,7 @@ def test_save_from_a_checkpoint_measures_and_tells(tmp_path: Path) -> None:
     from anybit.models import build_model
     from anybit.train.checkpoint import save_checkpoint
 
-    shape = {"name": "small-conv", "channels": 1, "classes": 10, "width": 0.25}
+    shape = {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 0.25}
     model = build_model(**shape)  # type: ignore[arg-type]
     about = {"model": shape, "data": "digits", "seed": 0}
     save_checkpoint(tmp_path / "run" / "model.safetensors", model, about)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 CODE = """
 import time
-from anybit.analysis.bars import progress_bars
+from anybit.common.bars import progress_bars
 with progress_bars() as start:
     advance = start("outer", 4)
     with progress_bars() as inner:

@@ -29,7 +29,7 @@ name = "{name}"
 epochs = 4
 [model]
 name = "small-conv"
-width = 0.25
+multiplier = 0.25
 [data]
 name = "digits"
 batch = 64

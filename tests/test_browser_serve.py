@@ -73,7 +73,7 @@ def master(tmp_path_factory: pytest.TempPathFactory, digits: Any) -> Path:
     from anybit.quant.prepare import prepare
 
     torch.manual_seed(0)
-    model = build_model("small-conv", channels=1, classes=10, width=0.25)
+    model = build_model("small-conv", channels=1, classes=10, multiplier=0.25)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for step in range(60):
         part = slice(step % 10 * 100, step % 10 * 100 + 100)

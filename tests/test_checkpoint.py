@@ -17,7 +17,7 @@ from anybit.models import MODELS, build_model
 from anybit.train.checkpoint import FORMAT, digest_of, load_model, load_weights, read_checkpoint, save_checkpoint
 
 ABOUT: dict[str, Any] = {
-    "model": {"name": "small-conv", "channels": 1, "classes": 10, "width": 0.25},
+    "model": {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 0.25},
     "seed": 3,
     "note": "λ",
 }
@@ -27,7 +27,7 @@ State = dict[str, Tensor]
 def make(seed: int = 0, *, width: float = 0.25) -> nn.Module:
     """A network whose buffers are not at their defaults either."""
     torch.manual_seed(seed)
-    model = build_model("small-conv", channels=1, classes=10, width=width)
+    model = build_model("small-conv", channels=1, classes=10, multiplier=width)
     with torch.no_grad():
         model.train()(torch.randn(8, 1, 8, 8))
     return model
@@ -84,7 +84,7 @@ def test_every_entry_comes_back_bit_for_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet50"])
 def test_every_model_can_be_built_again_from_its_checkpoint(name: str, tmp_path: Path) -> None:
-    shape = {"name": name, "channels": 3, "classes": 7, "width": 0.125}
+    shape = {"name": name, "channels": 3, "classes": 7, "multiplier": 0.125}
     torch.manual_seed(0)
     model = build_model(**shape)
     save_checkpoint(tmp_path / "a", model, {"model": shape})
@@ -185,7 +185,7 @@ def test_weights_that_do_not_fit(change: Callable[[State], Any], message: str, p
 
 def test_many_problems_are_counted_and_the_line_stays_short(path: Path) -> None:
     message = refused(path, match="more", width=0.5)
-    assert "use a checkpoint of the same model and width" in message
+    assert "use a checkpoint of the same model and multiplier" in message
     assert len(message) < 400 + len(str(path))
 
 
@@ -213,16 +213,16 @@ def test_headers_that_cannot_be_used(header: dict[str, str], message: str, path:
         "small-conv",
         {},
         {"name": "small-conv", "channels": 1, "classes": 10},
-        {"name": "no-such-model", "channels": 1, "classes": 10, "width": 0.25},
-        {"name": ["small-conv"], "channels": 1, "classes": 10, "width": 0.25},
-        {"name": "small-conv", "channels": "one", "classes": 10, "width": 0.25},
-        {"name": "small-conv", "channels": -1, "classes": 10, "width": 0.25},
-        {"name": "small-conv", "channels": 1, "classes": 11, "width": 0.25},
-        {"name": "small-conv", "channels": 1, "classes": 10**12, "width": 0.25},  # would be 64 TB
-        {"name": "small-conv", "channels": 1, "classes": 10, "width": 1e9},
-        {"name": "small-conv", "channels": 1, "classes": 10, "width": 1e300},
-        {"name": "small-conv", "channels": 1, "classes": 10, "width": "wide"},
-        {"name": "resnet18", "channels": 1, "classes": 10, "width": 0.25},
+        {"name": "no-such-model", "channels": 1, "classes": 10, "multiplier": 0.25},
+        {"name": ["small-conv"], "channels": 1, "classes": 10, "multiplier": 0.25},
+        {"name": "small-conv", "channels": "one", "classes": 10, "multiplier": 0.25},
+        {"name": "small-conv", "channels": -1, "classes": 10, "multiplier": 0.25},
+        {"name": "small-conv", "channels": 1, "classes": 11, "multiplier": 0.25},
+        {"name": "small-conv", "channels": 1, "classes": 10**12, "multiplier": 0.25},  # would be 64 TB
+        {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 1e9},
+        {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 1e300},
+        {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": "wide"},
+        {"name": "resnet18", "channels": 1, "classes": 10, "multiplier": 0.25},
     ],
 )
 def test_a_header_that_asks_for_another_model_builds_nothing(shape: Any, path: Path) -> None:

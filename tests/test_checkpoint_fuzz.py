@@ -22,7 +22,7 @@ from test_resume import TINY, Killed, after, digits, kill
 
 from anybit.errors import AnybitError
 from anybit.models import build_model
-from anybit.penalties.gradient import GradientPenalty
+from anybit.objectives.gradient import GradientPenalty
 from anybit.train.checkpoint import FORMAT, digest_of, load_model, load_weights, save_checkpoint
 from anybit.train.loop import make_optimizer, make_penalty, train
 from anybit.train.place import Place
@@ -32,7 +32,7 @@ from anybit.train.resume import Keeper, Moving, Stop, read_state
 from anybit.train.run import RunFolder
 
 Rng = np.random.Generator
-SHAPE = {"name": "small-conv", "channels": 1, "classes": 10, "width": 0.25}
+SHAPE = {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 0.25}
 RECIPE = TINY.changed({"optimizer.name": "adam"})
 MEMORY = 768 * 2**20
 """What reading any of these small files may add to the address space, in bytes."""
@@ -155,7 +155,7 @@ def pickled(data: bytes, rng: Rng) -> bytes:
 
 
 def fresh() -> torch.nn.Module:
-    return build_model("small-conv", channels=1, classes=10, width=0.25)
+    return build_model("small-conv", channels=1, classes=10, multiplier=0.25)
 
 
 class Files:

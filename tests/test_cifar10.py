@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_download import Bars, Served, served  # noqa: F401 (a fixture)
 
-from anybit.analysis.progress import quiet
+from anybit.common.progress import quiet
 from anybit.data import DATASETS, Dataset, cifar10
 from anybit.data.download import file_digest
 from anybit.errors import DataError

@@ -27,7 +27,7 @@ name = "tiny"
 epochs = 1
 [model]
 name = "small-conv"
-width = 0.25
+multiplier = 0.25
 [data]
 name = "digits"
 batch = 128
@@ -197,7 +197,7 @@ def test_the_same_recipe_and_seed_give_the_same_checkpoint(trained: Path, tmp_pa
         ("epochs = 1", "epochs = one", "not valid TOML"),
         ("epochs = 1", "epoch = 1", "did you mean 'epochs'?"),
         ("epochs = 1", "epochs = 0", "epochs must be above zero"),
-        ("width = 0.25", 'width = "thin"', "'model.width' must be a number"),
+        ("multiplier = 0.25", 'multiplier = "thin"', "'model.multiplier' must be a number"),
         ('"small-conv"', '"small-cov"', "no model 'small-cov'"),
         ('"digits"', '"digit"', "did you mean 'digits'?"),
         ('"digits"', '"nowhere.npz"', "nowhere.npz: no such file"),
@@ -228,7 +228,7 @@ def test_recipes_that_are_not_there(tmp_path: Path, capsys: Capture) -> None:
 def damaged(source: Path, target: Path, kind: str) -> Path:
     raw = source.read_bytes()
     tensors = safetensors.torch.load(raw)
-    about: Any = {"model": {"name": "small-conv", "channels": 1, "classes": 10, "width": 0.25}, "data": "digits"}
+    about: Any = {"model": {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 0.25}, "data": "digits"}
     if kind == "truncated":
         target.write_bytes(raw[:-50])
     elif kind == "empty":
@@ -245,7 +245,7 @@ def damaged(source: Path, target: Path, kind: str) -> Path:
         elif kind == "key":
             del tensors["classifier.bias"]
         elif kind == "model":
-            about["model"]["width"] = 1e12
+            about["model"]["multiplier"] = 1e12
         elif kind == "seed":
             about["seed"] = "three"
         safetensors.torch.save_file(tensors, target, metadata={"format": FORMAT, "about": json.dumps(about)})

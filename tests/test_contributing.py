@@ -34,7 +34,7 @@ def line(start: str) -> str:
 
 
 def test_the_regularizer() -> None:
-    module = sample("src/anybit/penalties/outliers.py")
+    module = sample("src/anybit/objectives/outliers.py")
     assert doctest.testmod(module) == (0, 1)
     torch.manual_seed(0)
     model, x, y = nn.Linear(4, 3).double(), torch.randn(8, 4).double(), torch.arange(8) % 3
@@ -54,7 +54,7 @@ def test_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sample("src/anybit/models/plain.py")
     for name, build in eval("{" + line('"plain"') + "}", module.__dict__).items():
         monkeypatch.setitem(MODELS, name, build)
-    model = build_model("plain", channels=1, classes=10, width=0.5).eval()
+    model = build_model("plain", channels=1, classes=10, multiplier=0.5).eval()
     net = anybit.prepare(model, torch.rand(2, 1, 8, 8), input_range=(0, 1))
     net.set_bits(weights=4, activations=4)
     assert net(torch.rand(3, 1, 8, 8)).shape == (3, 10)

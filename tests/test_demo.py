@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from anybit.analysis import demo
-from anybit.analysis.progress import Advance
 from anybit.analysis.side_by_side import SideBySide, one_by_one
+from anybit.common.progress import Advance
 from anybit.report.rows import read_rows
 from anybit.spec import Row
 from anybit.train.checkpoint import load_model
@@ -19,7 +19,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same experiment with one epoch each and fewer strengths."""
     for name in ("BASE", "TUNE"):
         recipe = getattr(demo, name)
-        small = dataclasses.replace(recipe, epochs=1, model=dataclasses.replace(recipe.model, width=0.25))
+        small = dataclasses.replace(recipe, epochs=1, model=dataclasses.replace(recipe.model, multiplier=0.25))
         monkeypatch.setattr(demo, name, small)
     monkeypatch.setattr(demo, "STRENGTHS", (0.001, 0.003))
 

@@ -93,7 +93,7 @@ def test_an_empty_loader_is_an_error() -> None:
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return warmed_up(build_model("small-conv", channels=1, classes=10, width=0.5), images(1, 8, 8)).eval()
+    return warmed_up(build_model("small-conv", channels=1, classes=10, multiplier=0.5), images(1, 8, 8)).eval()
 
 
 def loader() -> list[tuple[Tensor, Tensor]]:

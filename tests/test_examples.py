@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from anybit.penalties.gradient import GradientPenalty
+from anybit.objectives.gradient import GradientPenalty
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STRENGTH = 0.02

@@ -11,11 +11,11 @@ from test_loops import Net, batch, loss_of
 from torch import Tensor, nn
 
 from anybit.errors import NonFiniteError, PenaltyError, SpecError
-from anybit.penalties.gradient import GradientPenalty
-from anybit.penalties.kurtosis import KurtosisPenalty, kurtosis
-from anybit.penalties.noise import FindFoldings, UniformNoise, bin_noise
-from anybit.penalties.orthogonal import OrthogonalPenalty, orthogonality
-from anybit.penalties.schedule import last_epochs
+from anybit.objectives.gradient import GradientPenalty
+from anybit.objectives.kurtosis import KurtosisPenalty, kurtosis
+from anybit.objectives.noise import FindFoldings, UniformNoise, bin_noise
+from anybit.objectives.orthogonal import OrthogonalPenalty, orthogonality
+from anybit.objectives.schedule import last_epochs
 from anybit.quant.fold import BatchNorm, fold_batch_norm
 
 

@@ -52,7 +52,7 @@ from anybit.train.recipe import DataRecipe, ModelRecipe, PenaltyRecipe, Recipe
 BASE = Recipe(
     name="base",
     epochs=3,
-    model=ModelRecipe("small-conv", width=0.25),
+    model=ModelRecipe("small-conv", multiplier=0.25),
     data=DataRecipe("digits", batch=64, augment=False),
 )
 
@@ -676,7 +676,7 @@ def test_only_so_many_test_examples(pair: tuple[Path, Path]) -> None:
 
 
 def stored(path: Path, model: nn.Module, **about: Any) -> Path:
-    shape = {"name": "small-conv", "channels": 1, "classes": 10, "width": 0.25}
+    shape = {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 0.25}
     values = {"model": shape, "data": "digits", "seed": 0, "recipe": {}, **about}
     save_checkpoint(path / "model.safetensors", model, {k: v for k, v in values.items() if v is not None})
     return path

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from anybit.common.files import read_json, read_text, replacing, write_json, write_text
 from anybit.errors import FileError, RecipeError
-from anybit.files import read_json, read_text, replacing, write_json, write_text
 
 
 def names(folder: Path) -> list[str]:

@@ -647,7 +647,7 @@ def test_a_checksum_tells_data_apart(made: Path, sound: Path) -> None:
 
 def test_a_network_learns_from_a_folder(made: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe(RECIPES / "imagenet-resnet18-base.toml").changed(
-        {"epochs": 4, "model.width": 0.125, "data.batch": 32, "optimizer.warmup": 1, "optimizer.lr": 0.05}
+        {"epochs": 4, "model.multiplier": 0.125, "data.batch": 32, "optimizer.warmup": 1, "optimizer.lr": 0.05}
     )
     data = small(made)
     model, results = train(recipe, data, tmp_path / "run")
@@ -668,7 +668,7 @@ from anybit.train.loop import train
 from anybit.train.recipe import load_recipe
 
 recipe, images, out = sys.argv[1:]
-changes = {"epochs": 2, "model.width": 0.125, "data.batch": 40, "optimizer.warmup": 1, "penalty.weight": 1e-4}
+changes = {"epochs": 2, "model.multiplier": 0.125, "data.batch": 40, "optimizer.warmup": 1, "penalty.weight": 1e-4}
 data = load_folder(Path(images), resize=32, size=24)
 _, results = train(load_recipe(recipe).changed(changes), data, out)
 print("accuracy", results["validation_accuracy"])
@@ -704,7 +704,7 @@ def _quiet_threads() -> Iterator[None]:
 
 def test_a_run_goes_on_from_the_middle_of_a_pass(made: Path, tmp_path: Path) -> None:
     recipe = load_recipe(RECIPES / "imagenet-resnet18-base.toml").changed(
-        {"epochs": 2, "model.width": 0.125, "data.batch": 40, "optimizer.warmup": 1, "penalty.weight": 1e-4}
+        {"epochs": 2, "model.multiplier": 0.125, "data.batch": 40, "optimizer.warmup": 1, "penalty.weight": 1e-4}
     )
     whole, _ = train(recipe, small(made), tmp_path / "whole")
     left = iter(range(8))

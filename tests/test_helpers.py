@@ -42,7 +42,7 @@ def test_full_precision_is_the_original_with_every_helper(case: Case, helpers: s
 def lopsided() -> nn.Module:
     """Channels of very different size, so that one scale per tensor serves most of them badly."""
     torch.manual_seed(0)
-    model = build_model("small-conv", channels=1, classes=10, width=0.5)
+    model = build_model("small-conv", channels=1, classes=10, multiplier=0.5)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -64,7 +64,7 @@ def error(model: nn.Module, helpers: object, *, bits: int = 4, **options: object
 def test_equalization_takes_back_a_scale_that_moved_between_layers() -> None:
     """Multiply some channels and divide the next layer by as much: the same function, harder to quantize."""
     torch.manual_seed(0)
-    model = warmed_up(build_model("small-conv", channels=1, classes=10, width=0.5), images(1, 8, 8)).eval()
+    model = warmed_up(build_model("small-conv", channels=1, classes=10, multiplier=0.5), images(1, 8, 8)).eval()
     easy = error(model, "equalize")
     modules = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d)]
     with torch.no_grad():

@@ -275,7 +275,7 @@ def test_outputs_without_a_class_have_a_name_and_few_examples_will_do(subject: S
 def folder(tmp_path_factory: pytest.TempPathFactory, subject: Subject) -> Path:
     """A run folder as training leaves it, without its log."""
     path = tmp_path_factory.mktemp("runs") / "small-0"
-    recipe = Recipe(name="small", epochs=1, model=ModelRecipe("small-conv", width=0.25), data=DataRecipe("digits"))
+    recipe = Recipe(name="small", epochs=1, model=ModelRecipe("small-conv", multiplier=0.25), data=DataRecipe("digits"))
     about = {"model": model_shape(recipe, subject.dataset), "data": "digits", "seed": 0, "recipe": recipe.to_dict()}
     save_checkpoint(path / "model.safetensors", subject.model, about)
     return path

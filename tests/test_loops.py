@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybit.errors import NonFiniteError, PenaltyError
-from anybit.penalties.gradient import GradientPenalty
-from anybit.penalties.kurtosis import KurtosisPenalty
-from anybit.penalties.noise import UniformNoise
+from anybit.objectives.gradient import GradientPenalty
+from anybit.objectives.kurtosis import KurtosisPenalty
+from anybit.objectives.noise import UniformNoise
 
 STRONG = {"weight": 1e-2, "activation": 1e-2}
 
@@ -448,7 +448,7 @@ sys.path.insert(0, {tests!r})
 from test_loops import Net, batch
 from test_gradient import flat, grads
 from torch.nn.parallel import DistributedDataParallel
-from anybit.penalties.gradient import GradientPenalty
+from anybit.objectives.gradient import GradientPenalty
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

@@ -7,7 +7,7 @@ from torch import nn
 from anybit.errors import SpecError
 from anybit.models import MODELS, build_model
 from anybit.models.mobilenet import round_to_eight
-from anybit.penalties.select import quantizable_weights
+from anybit.objectives.select import quantizable_weights
 
 PARAMETERS = {
     ("vgg-like", 10): 12_979_082,
@@ -77,7 +77,7 @@ TORCHVISION = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_narrow_network_maps_images_to_logits(name: str, batch: int) -> None:
     torch.manual_seed(0)
-    model = build_model(name, channels=3, classes=7, width=0.125).eval()
+    model = build_model(name, channels=3, classes=7, multiplier=0.125).eval()
     with torch.no_grad():
         out = model(torch.randn(batch, 3, 32, 32))
     assert out.shape == (batch, 7)
@@ -87,7 +87,7 @@ def test_a_narrow_network_maps_images_to_logits(name: str, batch: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_learns(name: str) -> None:
     torch.manual_seed(0)
-    model = build_model(name, channels=1, classes=4, width=0.125)
+    model = build_model(name, channels=1, classes=4, multiplier=0.125)
     side = 32 if name in ("vgg-like", "vit-tiny") else 64
     model(torch.randn(4, 1, side, side)).square().sum().backward()
     idle = [key for key, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
@@ -97,14 +97,14 @@ def test_every_parameter_learns(name: str) -> None:
 @pytest.mark.parametrize(("name", "classes"), PARAMETERS)
 def test_parameter_counts_are_those_known(name: str, classes: int) -> None:
     with torch.device("meta"):
-        model = build_model(name, channels=3, classes=classes, width=1.0)
+        model = build_model(name, channels=3, classes=classes, multiplier=1.0)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name, classes]
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_pretrained_weights_find_their_names(name: str) -> None:
     with torch.device("meta"):
-        state = build_model(name, channels=3, classes=1000, width=1.0).state_dict()
+        state = build_model(name, channels=3, classes=1000, multiplier=1.0).state_dict()
     count, some = TORCHVISION[name]
     assert len(state) == count
     assert {key: tuple(state[key].shape) for key in some} == some
@@ -122,7 +122,7 @@ def test_pretrained_weights_find_their_names(name: str) -> None:
     ],
 )
 def test_the_last_feature_map_has_the_size_the_strides_give(name: str, body: str, side: int, size: int) -> None:
-    model = build_model(name, channels=3, classes=2, width=0.125).eval()
+    model = build_model(name, channels=3, classes=2, multiplier=0.125).eval()
     seen: list[torch.Size] = []
     model.get_submodule(body).register_forward_hook(lambda module, args, out: seen.append(out.shape[2:]))
     with torch.no_grad():
@@ -134,26 +134,26 @@ def test_mobilenet_rounds_channels_as_its_pretrained_weights_do() -> None:
     # The published widths 0.35, 0.75 and 1.4 of the stem, of a stage, and of the head.
     assert [round_to_eight(c) for c in (32 * 0.35, 24 * 0.75, 96 * 0.35, 1280 * 1.4)] == [16, 24, 32, 1792]
     with torch.device("meta"):
-        narrow = build_model("mobilenetv2", channels=3, classes=10, width=0.5)
+        narrow = build_model("mobilenetv2", channels=3, classes=10, multiplier=0.5)
     assert narrow.get_parameter("classifier.1.weight").shape == (10, 1280)
 
 
 def test_a_vgg_has_no_bias_in_front_of_batch_norm() -> None:
-    model = build_model("vgg-like", channels=3, classes=10, width=0.125)
+    model = build_model("vgg-like", channels=3, classes=10, multiplier=0.125)
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert [layer.bias is None for layer in layers] == [True] * 7 + [False]
     assert [layer.weight.shape[0] for layer in layers] == [16, 16, 32, 32, 64, 64, 128, 10]
 
 
 def test_the_positions_of_a_transformer_are_no_weights_to_quantize() -> None:
-    model = build_model("vit-tiny", channels=3, classes=10, width=0.125)
+    model = build_model("vit-tiny", channels=3, classes=10, multiplier=0.125)
     assert "positions.weight" not in quantizable_weights(model)
     assert "blocks.0.attention.qkv.weight" in quantizable_weights(model)
 
 
 def test_a_transformer_knows_where_its_patches_were() -> None:
     torch.manual_seed(0)
-    model = build_model("vit-tiny", channels=3, classes=10, width=0.125).eval()
+    model = build_model("vit-tiny", channels=3, classes=10, multiplier=0.125).eval()
     x = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         model.get_parameter("positions.weight").normal_()
@@ -164,4 +164,4 @@ def test_a_transformer_knows_where_its_patches_were() -> None:
 
 def test_an_unknown_name_gets_a_suggestion() -> None:
     with pytest.raises(SpecError, match=r"no model 'resnet-18'.*did you mean 'resnet18'\?"):
-        build_model("resnet-18", channels=3, classes=10, width=1.0)
+        build_model("resnet-18", channels=3, classes=10, multiplier=1.0)

@@ -204,7 +204,7 @@ def test_attention_written_out_is_attention(options: dict[str, Any], boolean: bo
 
 def small() -> nn.Module:
     torch.manual_seed(0)
-    return warmed_up(build_model("small-conv", channels=1, classes=10, width=0.5), images(1, 8, 8)).eval()
+    return warmed_up(build_model("small-conv", channels=1, classes=10, multiplier=0.5), images(1, 8, 8)).eval()
 
 
 X = torch.rand(4, 1, 8, 8)

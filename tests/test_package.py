@@ -248,14 +248,14 @@ except ImportError:
     assert len(MODULES) > 30
 
 
-PURE = [name for name in MODULES if inside(name, "anybit.penalties", "anybit.quant.uniform")]
+PURE = [name for name in MODULES if inside(name, "anybit.objectives", "anybit.quant.uniform")]
 
 
 @pytest.mark.parametrize("name", PURE)
 def test_penalties_and_the_grid_need_only_torch_spec_and_errors(name: str) -> None:
     allowed = ["torch", "anybit.spec", "anybit.errors"]
-    if inside(name, "anybit.penalties"):
-        allowed.append("anybit.penalties")
+    if inside(name, "anybit.objectives"):
+        allowed.append("anybit.objectives")
     found = {other for other in imports_of(name) if other.partition(".")[0] not in sys.stdlib_module_names}
     assert {other for other in found if not inside(other, *allowed)} == set()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.penalties.pieces import PIECE, extrapolate_, gated, l1_norm, pieces, signs, signs_and_l1
+from anybit.objectives.pieces import PIECE, extrapolate_, gated, l1_norm, pieces, signs, signs_and_l1
 
 BIG = (16, 32, 64, 65)  # more than four pieces, and not a whole number of them
 

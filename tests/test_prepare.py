@@ -20,7 +20,7 @@ from anybit.spec import QuantSpec
 
 def small() -> nn.Module:
     torch.manual_seed(0)
-    return warmed_up(build_model("small-conv", channels=1, classes=10, width=0.5), images(1, 8, 8)).eval()
+    return warmed_up(build_model("small-conv", channels=1, classes=10, multiplier=0.5), images(1, 8, 8)).eval()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from anybit.common.strict import from_mapping
 from anybit.data import DATASETS
 from anybit.errors import RecipeError, SpecError
 from anybit.models import MODELS
 from anybit.spec import Bits
 from anybit.train.recipe import FLAGSHIP, PenaltyRecipe, Recipe, load_recipe, parse_recipe
-from anybit.train.strict import from_mapping
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -24,7 +24,7 @@ init = "runs/base/model.safetensors"
 
 [model]
 name = "small-conv"
-width = 2
+multiplier = 2
 
 [data]
 name = "digits"
@@ -52,8 +52,8 @@ def test_a_good_recipe(tmp_path: Path) -> None:
     recipe = load_recipe(save(tmp_path, GOOD))
     assert (recipe.name, recipe.epochs, recipe.seed) == ("try", 3, 7)
     assert recipe.init == "runs/base/model.safetensors"
-    assert recipe.model.width == 2.0
-    assert isinstance(recipe.model.width, float)  # a whole number will do for a number
+    assert recipe.model.multiplier == 2.0
+    assert isinstance(recipe.model.multiplier, float)  # a whole number will do for a number
     assert (recipe.data.name, recipe.data.batch, recipe.data.augment) == ("digits", 32, False)
     assert (recipe.optimizer.name, recipe.optimizer.lr, recipe.optimizer.schedule) == ("adam", 0.01, "constant")
     assert (recipe.optimizer.momentum, recipe.optimizer.warmup) == (0.9, 0)  # the defaults
@@ -104,7 +104,7 @@ def test_the_two_digits_recipes_belong_together() -> None:
         ("lr = 0.01", "lrr = 0.01", "unknown key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
         ("batch = 32", "batches = 32", "unknown key 'data.batches'; did you mean 'data.batch'?"),
         ("[penalty]", "[penalties]", "unknown key 'penalties'; did you mean 'penalty'?"),
-        ("width = 2", "zzz = 2", "unknown key 'model.zzz'; valid keys are name, width"),
+        ("multiplier = 2", "zzz = 2", "unknown key 'model.zzz'; valid keys are name, multiplier"),
         # wrong types
         ("epochs = 3", "epochs = 3.0", "'epochs' must be a whole number, got 3.0"),
         ("epochs = 3", 'epochs = "3"', "'epochs' must be a whole number, got '3'"),
@@ -116,7 +116,7 @@ def test_the_two_digits_recipes_belong_together() -> None:
         ('name = "try"', "name = 2020-02-20", "'name' must be a text, got "),
         ('init = "runs/base/model.safetensors"', "init = 3", "'init' must be a text, got 3"),
         ("augment = false", "augment = 0", "'data.augment' must be true or false, got 0"),
-        ('[model]\nname = "small-conv"\nwidth = 2', 'model = "small"', "'model' must be a table ([model]), got"),
+        ('[model]\nname = "small-conv"\nmultiplier = 2', 'model = "small"', "'model' must be a table ([model]), got"),
         # one of a few
         ('norm = "l2"', 'norm = "l3"', "'penalty.norm' must be one of l1, l2; got 'l3'"),
         ('name = "adam"', 'name = "adm"', "'optimizer.name' must be one of sgd, adam; got 'adm'; did you mean 'adam'?"),
@@ -135,7 +135,7 @@ def test_the_two_digits_recipes_belong_together() -> None:
         ("lr = 0.01", "momentum = 1.0", "optimizer.momentum must be below one, got 1.0"),
         ("lr = 0.01", "warmup = -1", "optimizer.warmup must be zero or more, got -1"),
         ("batch = 32", "batch = 0", "data.batch must be above zero, got 0"),
-        ("width = 2", "width = 0", "model.width must be above zero, got 0.0"),
+        ("multiplier = 2", "multiplier = 0", "model.multiplier must be above zero, got 0.0"),
         ("weight = 1e-3", "weight = -1e-3", "penalty.weight must be zero or more, got -0.001"),
         ("weight = 1e-3", "start = -1", "penalty.start must be zero or more, got -1"),
         ('name = "try"', 'name = "../../etc"', "name is used as a folder and must be a plain word, got '../../etc'"),

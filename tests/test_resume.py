@@ -35,7 +35,7 @@ from anybit.train.run import RunFolder
 TINY = Recipe(
     name="tiny",
     epochs=3,
-    model=ModelRecipe("small-conv", width=0.25),
+    model=ModelRecipe("small-conv", multiplier=0.25),
     data=DataRecipe("digits", batch=64),
     optimizer=OptimizerRecipe(lr=0.05, warmup=1),
     penalty=PenaltyRecipe(weight=1e-3, activation=1e-3),
@@ -353,7 +353,7 @@ epochs = 15
 
 [model]
 name = "small-conv"
-width = 0.25
+multiplier = 0.25
 
 [data]
 name = "digits"
@@ -499,7 +499,7 @@ def copied(folder: Path, to: Path) -> Path:
         ({"optimizer.lr": 0.06}, "recipe.optimizer.lr is 0.05 there and 0.06 here"),
         ({"seed": 1}, r"recipe.seed is 0 there and 1 here; start is '\w+' there and '\w+' here"),
         ({"epochs": 4, "penalty.noise": 0.5}, "recipe.epochs is 3 there and 4 here; recipe.penalty.noise is 0.0"),
-        ({"model.width": 0.5, "data.batch": 32, "epochs": 9}, r"\(and 1 more\)"),
+        ({"model.multiplier": 0.5, "data.batch": 32, "epochs": 9}, r"\(and 1 more\)"),
     ],
 )
 def test_a_state_of_another_recipe(changes: dict[str, Any], message: str, half: Path, tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_a_state_of_other_data_or_another_start(half: Path, tmp_path: Path) -> N
     recipe = TINY.changed({"init": str(start)})
     for seed in (1, 2):
         torch.manual_seed(seed)
-        torch.save(build_model("small-conv", channels=1, classes=10, width=0.25).state_dict(), start)
+        torch.save(build_model("small-conv", channels=1, classes=10, multiplier=0.25).state_dict(), start)
         if seed == 1:
             cut(recipe, tmp_path / "tuned", 3, save_every=0)
     with pytest.raises(CheckpointError, match="another run: start is"):

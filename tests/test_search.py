@@ -42,7 +42,7 @@ from anybit.train.storage import open_store
 TINY = Recipe(
     name="tiny",
     epochs=3,
-    model=ModelRecipe("small-conv", width=0.25),
+    model=ModelRecipe("small-conv", multiplier=0.25),
     data=DataRecipe("digits", batch=64, augment=False),
     optimizer=OptimizerRecipe(lr=0.05),
 )

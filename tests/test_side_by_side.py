@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from anybit.analysis.progress import Advance
 from anybit.analysis.side_by_side import SideBySide, one_by_one
+from anybit.common.progress import Advance
 from anybit.errors import AnybitError, DataError
 
 

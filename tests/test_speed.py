@@ -38,7 +38,7 @@ def smooth() -> nn.Module:
 
 def normed() -> nn.Module:
     torch.manual_seed(0)
-    return build_model("small-conv", channels=1, classes=10, width=0.5)
+    return build_model("small-conv", channels=1, classes=10, multiplier=0.5)
 
 
 def curve(model: nn.Module, recipe: Recipe) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

@@ -66,7 +66,7 @@ name = "tiny-{part}"
 epochs = 1
 [model]
 name = "small-conv"
-width = 0.25
+multiplier = 0.25
 [data]
 name = "digits"
 batch = 64

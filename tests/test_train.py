@@ -42,7 +42,7 @@ from anybit.train.straight import DrawnWidth, fold, unfold
 TINY = Recipe(
     name="tiny",
     epochs=1,
-    model=ModelRecipe("small-conv", width=0.25),
+    model=ModelRecipe("small-conv", multiplier=0.25),
     data=DataRecipe("digits", batch=64),
     optimizer=OptimizerRecipe(lr=0.05),
     penalty=PenaltyRecipe(weight=1e-3, activation=1e-3),
@@ -66,7 +66,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def fitted(recipe: Recipe, *, global_seed: int = 0) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     torch.manual_seed(5)
-    model = build_model("small-conv", channels=1, classes=10, width=0.25)
+    model = build_model("small-conv", channels=1, classes=10, multiplier=0.25)
     torch.manual_seed(global_seed)
     lines: list[dict[str, Any]] = []
     fit(model, recipe, digits(), log=lambda **values: lines.append(values))
@@ -96,7 +96,7 @@ def test_a_run_from_start_to_end_repeats_too(tmp_path: Path) -> None:
 
 def test_training_learns_and_leaves_the_network_in_evaluation_mode() -> None:
     torch.manual_seed(0)
-    model = build_model("small-conv", channels=1, classes=10, width=0.25)
+    model = build_model("small-conv", channels=1, classes=10, multiplier=0.25)
     recipe = dataclasses.replace(TINY, epochs=12, data=DataRecipe("digits", augment=False), penalty=PenaltyRecipe())
     fit(model, recipe, digits())
     assert not any(module.training for module in model.modules())
@@ -107,7 +107,7 @@ def test_fit_reads_the_training_split_only() -> None:
     want, _ = fitted(TINY)
     broken = Split(torch.full((4, 1, 8, 8), float("nan")), torch.full((4,), 99))
     torch.manual_seed(5)
-    model = build_model("small-conv", channels=1, classes=10, width=0.25)
+    model = build_model("small-conv", channels=1, classes=10, multiplier=0.25)
     fit(model, TINY, dataclasses.replace(digits(), validation=broken, test=broken))
     assert same(state_of(model), want)
 
@@ -177,7 +177,7 @@ def test_the_checkpoint_is_the_network_and_says_what_it_is(tmp_path: Path) -> No
     model, results = train(TINY, digits(), tmp_path)
     again, about = load_model(tmp_path / "model.safetensors")
     assert same(state_of(again), state_of(model))
-    assert about["model"] == {"name": "small-conv", "channels": 1, "classes": 10, "width": 0.25}
+    assert about["model"] == {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 0.25}
     assert (about["data"], about["seed"], about["recipe"]) == ("digits", 0, TINY.to_dict())
     assert about["validation_accuracy"] == results["validation_accuracy"]
 
@@ -236,7 +236,7 @@ def test_a_run_can_start_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"width": 0.5}, "the model has"), ({"name": "vgg-like"}, "lacks|has")],
+    [({"multiplier": 0.5}, "the model has"), ({"name": "vgg-like"}, "lacks|has")],
 )
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(
     change: dict[str, Any], message: str, tmp_path: Path
@@ -366,7 +366,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A trained network to start from."""
     folder = tmp_path_factory.mktemp("base")
     data = load_dataset("digits")
-    model = ModelRecipe("small-conv", width=0.5)
+    model = ModelRecipe("small-conv", multiplier=0.5)
     recipe = Recipe("base", 4, model, DataRecipe("digits", augment=False), optimizer=OptimizerRecipe(lr=0.1))
     train(recipe, data, folder)
     return str(folder / "model.safetensors")
@@ -374,7 +374,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_straight_through_training_pays_at_its_own_width(base: str, tmp_path: Path) -> None:
     data = load_dataset("digits")
-    recipe = straight(**{"init": base, "epochs": 4, "model.width": 0.5})
+    recipe = straight(**{"init": base, "epochs": 4, "model.multiplier": 0.5})
     before, _ = load_model(base)
     plain = validate(before, recipe, data)["validation_accuracy_at_widths"]
     model, results = train(recipe, data, tmp_path)
@@ -391,7 +391,7 @@ def test_straight_through_training_pays_at_its_own_width(base: str, tmp_path: Pa
 def test_straight_through_training_keeps_the_ranges_of_batch_norm(base: str, tmp_path: Path) -> None:
     data = digits()
     before, _ = load_model(base)
-    model, _ = train(straight(**{"init": base, "model.width": 0.5}), data, tmp_path)
+    model, _ = train(straight(**{"init": base, "model.multiplier": 0.5}), data, tmp_path)
     old, new = ([p.range for p in fold(m, data).points if p.kind != "weight"] for m in (before, model))
     assert old == new
     assert not same(state_of(before), state_of(model))
@@ -400,7 +400,7 @@ def test_straight_through_training_keeps_the_ranges_of_batch_norm(base: str, tmp
 def test_accuracy_at_widths_is_the_mean_over_them(base: str) -> None:
     data = load_dataset("digits")
     model, _ = load_model(base)
-    recipe = straight(**{"model.width": 0.5})
+    recipe = straight(**{"model.multiplier": 0.5})
     alone = [validate(model, recipe.changed({"quantize.widths": [w]}), data) for w in ("W2A2", "W8A8")]
     both = validate(model, recipe.changed({"quantize.widths": ["W2A2", "W8A8"]}), data)
     key = "validation_accuracy_at_widths"
@@ -414,7 +414,7 @@ def test_straight_through_training_repeats_and_every_setting_matters(base: str) 
     def tuned(*, global_seed: int = 0, **changes: Any) -> dict[str, Tensor]:
         model, _ = load_model(base)
         torch.manual_seed(global_seed)
-        fit(model, straight(**{"model.width": 0.5, **changes}), digits())
+        fit(model, straight(**{"model.multiplier": 0.5, **changes}), digits())
         return state_of(model)
 
     several = {"quantize.widths": ["W3A3", "W8A8"]}
@@ -426,7 +426,7 @@ def test_straight_through_training_repeats_and_every_setting_matters(base: str) 
 
 
 def test_each_step_draws_one_of_the_widths() -> None:
-    model = build_model("small-conv", channels=1, classes=10, width=0.25).eval()
+    model = build_model("small-conv", channels=1, classes=10, multiplier=0.25).eval()
     net = fold(model, digits())
     pairs = (Bits(4, 4), Bits(8, 3), Bits())
     seen: list[Bits] = []
@@ -450,7 +450,7 @@ def test_each_step_draws_one_of_the_widths() -> None:
 def test_what_was_folded_can_be_written_back(name: str) -> None:
     torch.manual_seed(0)
     channels, size = (1, 8) if name == "small-conv" else (3, 32)
-    model = build_model(name, channels=channels, classes=10, width=0.125)
+    model = build_model(name, channels=channels, classes=10, multiplier=0.125)
     x = torch.randn(8, channels, size, size)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -506,7 +506,7 @@ PAPER = sorted((Path(__file__).parents[1] / "recipes" / "paper").glob("*.toml"))
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
 def test_two_steps_of_a_full_size_recipe(path: Path) -> None:
     recipe = load_recipe(path)
-    assert recipe.model.width == 1.0
+    assert recipe.model.multiplier == 1.0
     size, classes = (32, 10) if recipe.data.name == "cifar10" else (64, 1000)
     split = Split(torch.randn(4, 3, size, size), torch.arange(4))
     data = Dataset(recipe.data.name, split, split, split, tuple(map(str, range(classes))), (-3.0, 3.0))
@@ -589,7 +589,7 @@ def test_tensorboard_has_the_numbers_of_the_log_under_their_names(tmp_path: Path
 
     data = load_dataset("digits")
     values = {
-        "name": "board", "epochs": 1, "model": {"name": "small-conv", "width": 0.25},
+        "name": "board", "epochs": 1, "model": {"name": "small-conv", "multiplier": 0.25},
         "data": {"name": "digits", "batch": 256}, "penalty": {"weight": 1e-3, "kurtosis": 0.1},
     }  # fmt: skip
     train(parse_recipe(values), data, tmp_path / "run", board=True)

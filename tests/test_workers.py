@@ -46,7 +46,7 @@ epochs = {epochs}
 {more}
 [model]
 name = "small-conv"
-width = 0.25
+multiplier = 0.25
 [data]
 name = "digits.npz"
 batch = 64

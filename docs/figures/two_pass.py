@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybit
+from anybit.common.provenance import origin
 from anybit.data import load_dataset
 from anybit.models import build_model
-from anybit.penalties import two_pass
-from anybit.provenance import origin
+from anybit.objectives import two_pass
 
 STRENGTH = 2e-3
 STEPS = [float(10 ** (k / 2)) for k in range(-14, 1)]
@@ -36,7 +36,7 @@ STEPS = [float(10 ** (k / 2)) for k in range(-14, 1)]
 def trained(epochs: int = 1) -> tuple[nn.Module, Tensor, Tensor]:
     """Return the network and one batch of 64 images that it was trained on."""
     torch.manual_seed(0)
-    model, data = build_model("vgg-like", channels=1, classes=10, width=0.25), load_dataset("digits").train
+    model, data = build_model("vgg-like", channels=1, classes=10, multiplier=0.25), load_dataset("digits").train
     images = data.x.repeat_interleave(4, 2).repeat_interleave(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(epochs):

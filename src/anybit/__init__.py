@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from anybit.artifact.export import export
     from anybit.artifact.session import load
     from anybit.evaluate.sweep import sweep
-    from anybit.penalties.gradient import GradientPenalty
-    from anybit.penalties.kurtosis import KurtosisPenalty
-    from anybit.penalties.noise import UniformNoise
-    from anybit.penalties.orthogonal import OrthogonalPenalty
+    from anybit.objectives.gradient import GradientPenalty
+    from anybit.objectives.kurtosis import KurtosisPenalty
+    from anybit.objectives.noise import UniformNoise
+    from anybit.objectives.orthogonal import OrthogonalPenalty
     from anybit.quant.lower import save
     from anybit.quant.prepare import prepare
 
@@ -53,10 +53,10 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "GradientPenalty": ("anybit.penalties.gradient", "torch"),
-    "KurtosisPenalty": ("anybit.penalties.kurtosis", "torch"),
-    "OrthogonalPenalty": ("anybit.penalties.orthogonal", "torch"),
-    "UniformNoise": ("anybit.penalties.noise", "torch"),
+    "GradientPenalty": ("anybit.objectives.gradient", "torch"),
+    "KurtosisPenalty": ("anybit.objectives.kurtosis", "torch"),
+    "OrthogonalPenalty": ("anybit.objectives.orthogonal", "torch"),
+    "UniformNoise": ("anybit.objectives.noise", "torch"),
     "export": ("anybit.artifact.export", ""),
     "load": ("anybit.artifact.session", ""),
     "prepare": ("anybit.quant.prepare", "torch"),

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybit.analysis.hoeffding import BoundCheck, check_bound
-from anybit.analysis.progress import Start, quiet
 from anybit.analysis.runs import Run, dataset_of, load_run, small_run
 from anybit.analysis.second_order import SecondOrder, second_order
 from anybit.analysis.singular_values import LayerValues, layer_values
+from anybit.common.progress import Start, quiet
 from anybit.data import Dataset
 from anybit.errors import SpecError
 

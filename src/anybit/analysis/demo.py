@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anybit.analysis.progress import Advance, Start, quiet
 from anybit.analysis.side_by_side import SideBySide, one_by_one
+from anybit.common.progress import Advance, Start, quiet
+from anybit.common.provenance import origin
 from anybit.data import Batches, load_dataset
 from anybit.evaluate.sweep import sweep
 from anybit.models import build_model
-from anybit.provenance import origin
 from anybit.quant.prepare import prepare
 from anybit.report.page import write_report
 from anybit.report.rows import RowFile, Summary, summarize, write_rows

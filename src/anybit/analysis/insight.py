@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from anybit.analysis.figures.first_order import correlation, induced_loss
 from anybit.analysis.figures.gradient_norms import gradient_norms
-from anybit.analysis.progress import Start, quiet
+from anybit.common.progress import Start, quiet
 from anybit.data import Batches, Dataset, Split
 from anybit.errors import SpecError
 from anybit.evaluate.accuracy import evaluate
 from anybit.evaluate.examples import choose_examples, first_flips, thumbnails
 from anybit.evaluate.sweep import Prediction, predictions
-from anybit.penalties.select import quantizable_weights
+from anybit.objectives.select import quantizable_weights
 from anybit.quant.allocate import bounds
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.points import WeightPoint

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybit.analysis.progress import Start, quiet
+from anybit.common.progress import Start, quiet
 from anybit.data import Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, FileError
 from anybit.models import build_model
@@ -32,7 +32,7 @@ PLAIN = "no penalty"
 SMALL = Recipe(
     name="small",
     epochs=8,
-    model=ModelRecipe("small-conv", width=0.25),
+    model=ModelRecipe("small-conv", multiplier=0.25),
     data=DataRecipe("digits", batch=64, augment=False),
     optimizer=OptimizerRecipe(lr=0.1, weight_decay=5e-4),
 )

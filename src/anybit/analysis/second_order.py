@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.analysis.progress import Start, quiet
+from anybit.common.progress import Start, quiet
 from anybit.errors import MissingDependency, SpecError
-from anybit.penalties.select import quantizable_weights
+from anybit.objectives.select import quantizable_weights
 from anybit.quant.capture import evaluating
 from anybit.quant.uniform import make_grid, min_max
 from anybit.spec import QuantSpec

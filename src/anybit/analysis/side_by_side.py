@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from anybit.analysis.progress import Advance
+from anybit.common.progress import Advance
 from anybit.errors import AnybitError
 
 T = TypeVar("T")

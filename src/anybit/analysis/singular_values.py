@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybit.errors import SpecError
-from anybit.penalties.orthogonal import Form, as_matrix, orthogonality
+from anybit.objectives.orthogonal import Form, as_matrix, orthogonality
 from anybit.quant.capture import evaluating
 
 ITERATIONS, SETTLED = 2_000, 1e-10

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from anybit.analysis.table_rows import IMAGENET_ROWS, IMAGENET_WIDTHS, ROWS, WIDTHS, TableRow
+from anybit.common.files import read_json
 from anybit.errors import FileError, RecipeError, SpecError
-from anybit.files import read_json
 from anybit.spec import Bits
 from anybit.train.recipe import Recipe, load_recipe, parse_recipe
 

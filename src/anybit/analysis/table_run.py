@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from anybit.analysis.progress import Start, quiet
 from anybit.analysis.table import Job, Table, covers, same_recipe
 from anybit.analysis.table_rows import TableRow
 from anybit.analysis.table_share import Shared, base_unit
+from anybit.common.files import read_json
+from anybit.common.progress import Start, quiet
+from anybit.common.provenance import origin
 from anybit.data import Batches, Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, FileError
 from anybit.evaluate.sweep import sweep
-from anybit.files import read_json
-from anybit.provenance import origin
 from anybit.quant.prepare import prepare
 from anybit.spec import Bits
 from anybit.train.checkpoint import load_model, read_checkpoint

@@ -23,8 +23,8 @@ from anybit.analysis.table import (
     read_searches,
     same_recipe,
 )
+from anybit.common.files import make_folder, write_error, write_json
 from anybit.errors import FileError
-from anybit.files import make_folder, write_error, write_json
 from anybit.train.checkpoint import digest_of, read_checkpoint
 from anybit.train.recipe import Recipe
 from anybit.train.storage import Store

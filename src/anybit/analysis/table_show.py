@@ -10,8 +10,8 @@ from typing import Any
 
 from anybit.analysis.table import Table, read_entries
 from anybit.analysis.table_rows import PAPER_COST, TableRow, paper_numbers
+from anybit.common.files import write_text
 from anybit.errors import FileError
-from anybit.files import write_text
 from anybit.spec import FLOAT, Bits
 from anybit.train.search import TOLERANCE
 

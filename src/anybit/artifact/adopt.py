@@ -24,8 +24,8 @@ from anybit.artifact.format import STORES, Activation, Bias, Header, Weight
 from anybit.artifact.master import write_master
 from anybit.artifact.requantize import LAYERS, PASSING
 from anybit.artifact.runtime import compile_model
+from anybit.common.provenance import origin
 from anybit.errors import DataError, FileError, RangeError, SpecError
-from anybit.provenance import origin
 from anybit.spec import FLOAT, Range
 
 SIGMAS = 6.0

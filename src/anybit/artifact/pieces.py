@@ -24,8 +24,8 @@ from anybit.artifact import wire
 from anybit.artifact.bundle import LARGE, Array, Bundle, Load, location, shaped
 from anybit.artifact.check import bytes_of
 from anybit.artifact.format import Data
+from anybit.common.files import replacing
 from anybit.errors import FileError
-from anybit.files import replacing
 
 LIMIT = 2**31 - 2**16
 """Bytes from which on a model gets a second file: protobuf reads no message of 2 GiB."""

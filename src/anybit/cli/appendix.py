@@ -82,7 +82,7 @@ def appendix(
         ready = start("getting ready", 1)
         with needs_torch("anybit appendix"):
             from anybit.analysis.appendices import appendix_rows
-            from anybit.provenance import origin
+            from anybit.common.provenance import origin
         ready(1)
         rows = [dataclasses.asdict(row) for row in appendix_rows(part.value, run=run, seed=seed, start=start)]
     if as_json:

@@ -37,8 +37,8 @@ def bench(
     from anybit.artifact.bench import bench as run
     from anybit.artifact.bench import steps_of
     from anybit.artifact.session import load
-    from anybit.files import write_json
-    from anybit.provenance import origin
+    from anybit.common.files import write_json
+    from anybit.common.provenance import origin
 
     pairs = list(dict.fromkeys(Bits.parse(word) for word in widths.split()))
     labelled = None

@@ -45,9 +45,9 @@ def search(
     Example: anybit search recipes/digits-l1.toml --share 1
     """
     with needs_torch("anybit search"):
+        from anybit.common.files import write_json
+        from anybit.common.provenance import origin
         from anybit.data import load_dataset
-        from anybit.files import write_json
-        from anybit.provenance import origin
         from anybit.train.recipe import load_recipe
         from anybit.train.search import RATIOS, Knob
         from anybit.train.search import search as run

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from anybit.analysis.bars import errors, progress_bars
+from anybit.common.bars import errors, progress_bars
 from anybit.report.rows import Summary
 
 __all__ = ["accuracy_table", "console", "errors", "progress_bars"]

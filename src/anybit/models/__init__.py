@@ -26,13 +26,13 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "mobilenetv2": mobilenetv2,
     "vit-tiny": TinyViT,
 }
-"""The networks known by name: add one here. Each takes `channels`, `classes` and `width`."""
+"""The networks known by name: add one here. Each takes `channels`, `classes` and `multiplier`."""
 
 
-def build_model(name: str, *, channels: int, classes: int, width: float) -> nn.Module:
-    """Return a new network; `width` multiplies the number of channels of every hidden layer."""
+def build_model(name: str, *, channels: int, classes: int, multiplier: float) -> nn.Module:
+    """Return a new network; `multiplier` multiplies the number of channels of every hidden layer."""
     if name not in MODELS:
         close = get_close_matches(name, MODELS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise SpecError(f"no model {name!r}: use {', '.join(MODELS)}{hint}")
-    return MODELS[name](channels=channels, classes=classes, width=width)
+    return MODELS[name](channels=channels, classes=classes, multiplier=multiplier)

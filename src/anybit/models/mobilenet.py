@@ -1,6 +1,6 @@
 """MobileNetV2, with the strides for ImageNet or those for 32x32 images.
 
-At every width the parameters have torchvision's names and shapes, so that pretrained weights load.
+At every size the parameters have torchvision's names and shapes, so that pretrained weights load.
 """
 
 from __future__ import annotations
@@ -71,20 +71,20 @@ class MobileNetV2(nn.Module):
     """A stem, seventeen inverted residual blocks, and a linear classifier on 1280 features.
 
     `small_images` leaves out the first two strides, for 32x32 images. As usual for this network, the channels
-    are rounded to multiples of eight, and widths under 1 leave the 1280 features as they are.
+    are rounded to multiples of eight, and multipliers under 1 leave the 1280 features as they are.
     """
 
-    def __init__(self, *, small_images: bool, channels: int, classes: int, width: float) -> None:
+    def __init__(self, *, small_images: bool, channels: int, classes: int, multiplier: float) -> None:
         super().__init__()
-        before = round_to_eight(STEM * width)
+        before = round_to_eight(STEM * multiplier)
         layers: list[nn.Module] = [conv_unit(channels, before, kernel=3, stride=1 if small_images else 2)]
         for number, stage in enumerate(STAGES):
-            after = round_to_eight(stage.channels * width)
+            after = round_to_eight(stage.channels * multiplier)
             first = 1 if small_images and number < 2 else stage.stride
             for stride in (first, *[1] * (stage.blocks - 1)):
                 layers.append(InvertedResidual(before, after, expansion=stage.expansion, stride=stride))
                 before = after
-        head = round_to_eight(HEAD * max(1.0, width))
+        head = round_to_eight(HEAD * max(1.0, multiplier))
         layers.append(conv_unit(before, head, kernel=1))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(nn.Dropout(DROPOUT), nn.Linear(head, classes))
@@ -103,11 +103,11 @@ class MobileNetV2(nn.Module):
         return cast(Tensor, self.classifier(self.features(x).mean((2, 3))))
 
 
-def mobilenetv2(*, channels: int = 3, classes: int = 1000, width: float = 1.0) -> MobileNetV2:
+def mobilenetv2(*, channels: int = 3, classes: int = 1000, multiplier: float = 1.0) -> MobileNetV2:
     """Return MobileNetV2 for ImageNet."""
-    return MobileNetV2(small_images=False, channels=channels, classes=classes, width=width)
+    return MobileNetV2(small_images=False, channels=channels, classes=classes, multiplier=multiplier)
 
 
-def mobilenetv2_cifar(*, channels: int = 3, classes: int = 10, width: float = 1.0) -> MobileNetV2:
+def mobilenetv2_cifar(*, channels: int = 3, classes: int = 10, multiplier: float = 1.0) -> MobileNetV2:
     """Return MobileNetV2 for 32x32 images."""
-    return MobileNetV2(small_images=True, channels=channels, classes=classes, width=width)
+    return MobileNetV2(small_images=True, channels=channels, classes=classes, multiplier=multiplier)

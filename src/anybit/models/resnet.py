@@ -1,6 +1,6 @@
 """ResNet-18 and ResNet-50, with the stem for ImageNet or the one for 32x32 images.
 
-At width 1 the parameters have the names and shapes that torchvision gives them, so pretrained weights load.
+At full size the parameters have the names and shapes that torchvision gives them, so pretrained weights load.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class ResNet(nn.Module):
         small_images: bool,
         channels: int,
         classes: int,
-        width: float,
+        multiplier: float,
     ) -> None:
         super().__init__()
-        before = scaled(STAGES[0], width)
+        before = scaled(STAGES[0], multiplier)
         kernel, stride = (3, 1) if small_images else (7, 2)
         self.conv1 = nn.Conv2d(channels, before, kernel, stride, padding=kernel // 2, bias=False)
         self.bn1 = nn.BatchNorm2d(before)
@@ -96,7 +96,7 @@ class ResNet(nn.Module):
         self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(3, 2, padding=1)
         stages: list[nn.Sequential] = []
         for size, depth in zip(STAGES, depths, strict=True):
-            middle = scaled(size, width)
+            middle = scaled(size, multiplier)
             after = middle * block.expansion
             first = block(before, middle, 2 if stages else 1)
             stages.append(nn.Sequential(first, *(block(after, middle, 1) for _ in range(depth - 1))))
@@ -114,19 +114,19 @@ class ResNet(nn.Module):
         return cast(Tensor, self.fc(x.mean((2, 3))))
 
 
-def resnet18(*, channels: int = 3, classes: int = 1000, width: float = 1.0) -> ResNet:
+def resnet18(*, channels: int = 3, classes: int = 1000, multiplier: float = 1.0) -> ResNet:
     """Return ResNet-18 with the ImageNet stem."""
     depths = (2, 2, 2, 2)
-    return ResNet(BasicBlock, depths, small_images=False, channels=channels, classes=classes, width=width)
+    return ResNet(BasicBlock, depths, small_images=False, channels=channels, classes=classes, multiplier=multiplier)
 
 
-def resnet18_cifar(*, channels: int = 3, classes: int = 10, width: float = 1.0) -> ResNet:
+def resnet18_cifar(*, channels: int = 3, classes: int = 10, multiplier: float = 1.0) -> ResNet:
     """Return ResNet-18 with the stem for 32x32 images."""
     depths = (2, 2, 2, 2)
-    return ResNet(BasicBlock, depths, small_images=True, channels=channels, classes=classes, width=width)
+    return ResNet(BasicBlock, depths, small_images=True, channels=channels, classes=classes, multiplier=multiplier)
 
 
-def resnet50(*, channels: int = 3, classes: int = 1000, width: float = 1.0) -> ResNet:
+def resnet50(*, channels: int = 3, classes: int = 1000, multiplier: float = 1.0) -> ResNet:
     """Return ResNet-50 with the ImageNet stem."""
     depths = (3, 4, 6, 3)
-    return ResNet(Bottleneck, depths, small_images=False, channels=channels, classes=classes, width=width)
+    return ResNet(Bottleneck, depths, small_images=False, channels=channels, classes=classes, multiplier=multiplier)

@@ -21,18 +21,18 @@ class VGGLike(nn.Module):
     Every convolution and the dense layer is followed by batch norm, which stands in for the bias, and ReLU.
     """
 
-    def __init__(self, *, channels: int = 3, classes: int = 10, width: float = 1.0) -> None:
+    def __init__(self, *, channels: int = 3, classes: int = 10, multiplier: float = 1.0) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         before = channels
         for size in STAGES:
-            after = scaled(size, width)
+            after = scaled(size, multiplier)
             for _ in range(2):
                 convolution = nn.Conv2d(before, after, 3, padding=1, bias=False)
                 layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
                 before = after
             layers.append(nn.MaxPool2d(2))
-        inputs, hidden = before * FINAL_SIZE**2, scaled(HIDDEN, width)
+        inputs, hidden = before * FINAL_SIZE**2, scaled(HIDDEN, multiplier)
         self.features = nn.Sequential(*layers)
         self.hidden = nn.Sequential(nn.Linear(inputs, hidden, bias=False), nn.BatchNorm1d(hidden), nn.ReLU())
         self.classifier = nn.Linear(hidden, classes)

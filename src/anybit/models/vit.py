@@ -52,13 +52,13 @@ class TransformerBlock(nn.Module):
 class TinyViT(nn.Module):
     """Patches with learned positions, twelve transformer blocks, and a classifier on the mean of the tokens.
 
-    `width` multiplies the size of each of the three heads. The positions are kept as an embedding: they are
+    `multiplier` multiplies the size of each of the three heads. The positions are kept as an embedding: they are
     added, not multiplied, and so are no weights to quantize.
     """
 
-    def __init__(self, *, channels: int = 3, classes: int = 10, width: float = 1.0) -> None:
+    def __init__(self, *, channels: int = 3, classes: int = 10, multiplier: float = 1.0) -> None:
         super().__init__()
-        size = HEADS * scaled(HEAD_SIZE, width)
+        size = HEADS * scaled(HEAD_SIZE, multiplier)
         self.patches = nn.Conv2d(channels, size, PATCH, PATCH)
         self.positions = nn.Embedding((IMAGE // PATCH) ** 2, size)
         self.blocks = nn.Sequential(*(TransformerBlock(size, HEADS) for _ in range(DEPTH)))

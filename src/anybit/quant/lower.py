@@ -25,8 +25,8 @@ from anybit.artifact.bundle import LARGE, Bundle, location
 from anybit.artifact.check import OPSET
 from anybit.artifact.format import Activation, Bias, Header, Weight
 from anybit.artifact.master import write_master
+from anybit.common.provenance import origin
 from anybit.errors import MissingDependency, NetworkError
-from anybit.provenance import origin
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.points import ActivationPoint, Point, WeightPoint
 from anybit.quant.whole_bias import LayerBias, layer_biases

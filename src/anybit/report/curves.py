@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anybit.common.files import read_json, read_text
 from anybit.errors import FileError
-from anybit.files import read_json, read_text
 
 POINTS = 500
 """Most points of one curve."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anybit.common.files import read_json, write_json
+from anybit.common.strict import from_mapping
 from anybit.errors import FileError, RecipeError, SpecError
-from anybit.files import read_json, write_json
 from anybit.spec import Bits, check_width
-from anybit.train.strict import from_mapping
 
 FORMAT = "anybit-insight/1"
 

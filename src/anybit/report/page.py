@@ -16,8 +16,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from anybit.common.files import write_text
 from anybit.errors import MissingDependency, SpecError
-from anybit.files import write_text
 from anybit.policy import BATTERY, FULL, Chooser, battery
 from anybit.report.insight import to_dict
 from anybit.report.measured import ALONE, Measured, group_seeds, grouped_rows

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anybit.common.files import read_json, write_json
 from anybit.errors import FileError, SpecError
-from anybit.files import read_json, write_json
 from anybit.spec import Bits, Row
 
 FORMAT = "anybit-rows/1"

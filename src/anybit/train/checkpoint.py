@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anybit.common.files import replacing
 from anybit.errors import CheckpointError, MissingDependency
-from anybit.files import replacing
 from anybit.models import build_model
 
 FORMAT = "anybit-checkpoint/1"
@@ -183,7 +183,8 @@ def load_model(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
     """Build the network that a checkpoint says it is for, fill it, and return it with the header."""
     tensors, about = read_checkpoint(path)
     try:
-        shape = {key: about["model"][key] for key in ("name", "channels", "classes", "width")}
+        known = {"multiplier": about["model"].get("width"), **about["model"]}  # its name before version 0.2
+        shape = {key: known[key] for key in ("name", "channels", "classes", "multiplier")}
         with torch.device("meta"):  # shapes without memory: the header may ask for any size
             outline = build_model(**shape)
     except Exception as error:
@@ -202,7 +203,7 @@ def check_fit(
     tensors: dict[str, Tensor],
     own: dict[str, Tensor],
     *,
-    advice: str = "use a checkpoint of the same model and width",
+    advice: str = "use a checkpoint of the same model and multiplier",
 ) -> None:
     """Refuse tensors whose names, shapes or types are not those of `own`, or that are not finite."""
     problems = [f"lacks {name}" for name in own if name not in tensors]

@@ -20,12 +20,12 @@ from anybit.errors import NonFiniteError, SpecError
 from anybit.evaluate.accuracy import evaluate
 from anybit.evaluate.sweep import sweep
 from anybit.models import build_model
-from anybit.penalties.base import Closure, Penalty, Sum
-from anybit.penalties.gradient import GradientPenalty
-from anybit.penalties.kurtosis import KurtosisPenalty
-from anybit.penalties.noise import UniformNoise
-from anybit.penalties.orthogonal import OrthogonalPenalty
-from anybit.penalties.schedule import last_epochs
+from anybit.objectives.base import Closure, Penalty, Sum
+from anybit.objectives.gradient import GradientPenalty
+from anybit.objectives.kurtosis import KurtosisPenalty
+from anybit.objectives.noise import UniformNoise
+from anybit.objectives.orthogonal import OrthogonalPenalty
+from anybit.objectives.schedule import last_epochs
 from anybit.quant.capture import evaluating
 from anybit.train.board import Log, on_board
 from anybit.train.checkpoint import digest_of, load_model, load_weights, save_checkpoint
@@ -62,7 +62,7 @@ def model_shape(recipe: Recipe, data: Dataset) -> dict[str, Any]:
         "name": recipe.model.name,
         "channels": data.shape[0],
         "classes": len(data.classes),
-        "width": recipe.model.width,
+        "multiplier": recipe.model.multiplier,
     }
 
 
@@ -308,7 +308,9 @@ def _start(recipe: Recipe, data: Dataset) -> tuple[nn.Module, dict[str, Any]]:
     if len(data.shape) != 3:
         raise SpecError(f"the models here take images (channels, height, width); the data has {data.shape}")
     shape = model_shape(recipe, data)
-    model = build_model(shape["name"], channels=shape["channels"], classes=shape["classes"], width=shape["width"])
+    model = build_model(
+        shape["name"], channels=shape["channels"], classes=shape["classes"], multiplier=shape["multiplier"]
+    )
     if recipe.init is not None:
         load_weights(recipe.init, model)
     _check_fit(model, recipe, data)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybit.penalties.base import Step
+from anybit.objectives.base import Step
 
 Loader = Iterable[tuple[Tensor, Tensor]]
 

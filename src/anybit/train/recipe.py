@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from anybit.common.files import read_text
+from anybit.common.strict import from_mapping
 from anybit.errors import RecipeError, SpecError
-from anybit.files import read_text
 from anybit.spec import Bits
-from anybit.train.strict import from_mapping
 
 
 def _positive(**values: float) -> None:
@@ -30,13 +30,13 @@ def _not_negative(**values: float) -> None:
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """Which network; `width` multiplies its channel counts."""
+    """Which network; `multiplier` multiplies its channel counts."""
 
     name: str
-    width: float = 1.0
+    multiplier: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive(width=self.width)
+        _positive(multiplier=self.multiplier)
 
 
 @dataclass(frozen=True)

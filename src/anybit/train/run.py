@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from anybit.common.files import discard_partial, make_folder, write_error, write_json
+from anybit.common.provenance import origin
 from anybit.errors import FileError
-from anybit.files import discard_partial, make_folder, write_error, write_json
-from anybit.provenance import origin
 from anybit.train.recipe import Recipe
 
 

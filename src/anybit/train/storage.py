@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anybit.common.files import make_folder
 from anybit.errors import FileError, MissingDependency, SpecError
-from anybit.files import make_folder
 
 GRACE = 60
 """Seconds without a sign of life after which a worker counts as dead."""

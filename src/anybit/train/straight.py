@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from anybit.data import Dataset
 from anybit.errors import FoldError
-from anybit.penalties.base import Closure, Perturbation
+from anybit.objectives.base import Closure, Perturbation
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.ops import WEIGHTED, attribute, output_axis
 from anybit.quant.points import WeightPoint

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from anybit.common.files import replacing
 from anybit.errors import MissingDependency
-from anybit.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,9 +21,9 @@ from anybit.analysis.figures import (
 from anybit.analysis.figures.drawing import canvas, save
 from anybit.analysis.figures.request import Request
 from anybit.analysis.runs import default_runs
+from anybit.common.files import write_json
+from anybit.common.provenance import origin
 from anybit.errors import SpecError
-from anybit.files import write_json
-from anybit.provenance import origin
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from anybit.analysis.figures.drawing import COLORS, LINES, panels, plain_log
 from anybit.analysis.figures.request import Request
 from anybit.analysis.runs import recipe_label
+from anybit.common.files import read_json, read_text
 from anybit.errors import FileError, SpecError
-from anybit.files import read_json, read_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from anybit.analysis.progress import Start, quiet
 from anybit.analysis.runs import Run, dataset_of, load_runs
+from anybit.common.progress import Start, quiet
 from anybit.data import Batches, Dataset
 from anybit.errors import SpecError
 from anybit.spec import Bits

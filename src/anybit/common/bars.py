@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
-from anybit.analysis.progress import Advance, Start
+from anybit.common.progress import Advance, Start
 
 errors = Console(stderr=True)
 """What is printed here while bars are drawn stands above them."""

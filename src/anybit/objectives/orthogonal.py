@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import SpecError
-from anybit.penalties.weights import SummedWeightPenalty
+from anybit.objectives.weights import SummedWeightPenalty
 
 Form = Literal["fourth-power", "trace"]
 

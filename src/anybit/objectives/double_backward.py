@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from anybit.errors import PenaltyError
-from anybit.penalties.base import Closure, Scaler, Step, check_loss, check_norms, eagerly, run_backward
-from anybit.penalties.taps import EdgeTaps
-from anybit.penalties.two_pass import Request
+from anybit.objectives.base import Closure, Scaler, Step, check_loss, check_norms, eagerly, run_backward
+from anybit.objectives.taps import EdgeTaps
+from anybit.objectives.two_pass import Request
 
 
 def double_backward(request: Request, closure: Closure, scaler: Scaler | None = None) -> Step:

@@ -37,11 +37,11 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import NonFiniteError, PenaltyError
-from anybit.penalties.base import Closure, Scaler, Step, check_loss, check_norms, eagerly, run_backward, scale_of
-from anybit.penalties.passes import Activation, FirstPass, Norm, SecondPass, direction, norm_of, root_mean_square
-from anybit.penalties.pieces import extrapolate_
-from anybit.penalties.processes import agreed, averaged, kept, synced
-from anybit.penalties.state import buffers_kept, gradients_set_aside, random_state, replaced, set_random_state
+from anybit.objectives.base import Closure, Scaler, Step, check_loss, check_norms, eagerly, run_backward, scale_of
+from anybit.objectives.passes import Activation, FirstPass, Norm, SecondPass, direction, norm_of, root_mean_square
+from anybit.objectives.pieces import extrapolate_
+from anybit.objectives.processes import agreed, averaged, kept, synced
+from anybit.objectives.state import buffers_kept, gradients_set_aside, random_state, replaced, set_random_state
 
 NOISE = 32
 """Roundoffs that a gradient entry has gathered: measured between 30 and 60 on networks of 8 to 53 layers."""

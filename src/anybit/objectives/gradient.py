@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from anybit.errors import PenaltyError, SpecError
-from anybit.penalties.agreement import Agreement, measure_agreement
-from anybit.penalties.base import Closure, Closures, Penalty, Scaler, Step, parts_of
-from anybit.penalties.double_backward import double_backward
-from anybit.penalties.passes import Norm
-from anybit.penalties.select import quantizable_weights
-from anybit.penalties.two_pass import Request, two_pass
+from anybit.objectives.agreement import Agreement, measure_agreement
+from anybit.objectives.base import Closure, Closures, Penalty, Scaler, Step, parts_of
+from anybit.objectives.double_backward import double_backward
+from anybit.objectives.passes import Norm
+from anybit.objectives.select import quantizable_weights
+from anybit.objectives.two_pass import Request, two_pass
 
 Engine = Literal["two-pass", "double-backward"]
 Objective = Literal["penalty", "worst-case"]
@@ -43,7 +43,7 @@ class GradientPenalty(Penalty):
         layers: Names or patterns (`"layer3.*"`) of the weights to penalize. Default: all that will be quantized.
 
     Attributes:
-        factor: Multiplies both strengths; set it to follow a schedule (`anybit.penalties.schedule`).
+        factor: Multiplies both strengths; set it to follow a schedule (`anybit.objectives.schedule`).
 
     Example:
         >>> import torch

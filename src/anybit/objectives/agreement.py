@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import AnybitError, PenaltyError
-from anybit.penalties.base import Closure, eagerly
-from anybit.penalties.double_backward import double_backward
-from anybit.penalties.state import buffers_kept, gradients_set_aside, random_state, set_random_state
-from anybit.penalties.two_pass import Request, two_pass
+from anybit.objectives.base import Closure, eagerly
+from anybit.objectives.double_backward import double_backward
+from anybit.objectives.state import buffers_kept, gradients_set_aside, random_state, set_random_state
+from anybit.objectives.two_pass import Request, two_pass
 
 COSINE, RATIO = 0.99, 0.05
 """A penalty's gradient within these of the reference trains like it: its angle, and its length."""

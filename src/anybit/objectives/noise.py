@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anybit.errors import SpecError
-from anybit.penalties.base import Closure, Perturbation, eagerly
-from anybit.penalties.pieces import pieces
-from anybit.penalties.select import quantizable_weights
-from anybit.penalties.state import buffers_kept, random_state, replaced, set_random_state
-from anybit.penalties.taps import Function, is_activation
+from anybit.objectives.base import Closure, Perturbation, eagerly
+from anybit.objectives.pieces import pieces
+from anybit.objectives.select import quantizable_weights
+from anybit.objectives.state import buffers_kept, random_state, replaced, set_random_state
+from anybit.objectives.taps import Function, is_activation
 from anybit.spec import FLOAT, QuantSpec, check_width
 
 LAYERS = frozenset({F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear})

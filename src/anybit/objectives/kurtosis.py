@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from anybit.penalties.weights import SummedWeightPenalty
+from anybit.objectives.weights import SummedWeightPenalty
 
 UNIFORM = 1.8
 """The kurtosis of a uniform distribution; a normal one has 3."""

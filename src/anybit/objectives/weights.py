@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import PenaltyError, SpecError
-from anybit.penalties.base import WeightPenalty
-from anybit.penalties.select import quantizable_weights
+from anybit.objectives.base import WeightPenalty
+from anybit.objectives.select import quantizable_weights
 
 
 class SummedWeightPenalty(WeightPenalty):

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.penalties.pieces import gated
-from anybit.penalties.taps import Function, spellings
+from anybit.objectives.pieces import gated
+from anybit.objectives.taps import Function, spellings
 
 
 class Kink(ABC):

@@ -26,7 +26,7 @@ LIBRARIES = (
 
 def commit() -> str:
     """Return the commit of the source tree this package runs from, with "+" if it was changed since."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return "unknown (not run from a git checkout)"
     try:

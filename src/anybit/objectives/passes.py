@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anybit.errors import PenaltyError
-from anybit.penalties.checkpointing import CallOrder
-from anybit.penalties.kinks import KINKS, Kink, Rectified
-from anybit.penalties.pieces import l1_norm, signs, signs_and_l1
-from anybit.penalties.taps import Function, is_activation, with_graph
+from anybit.objectives.checkpointing import CallOrder
+from anybit.objectives.kinks import KINKS, Kink, Rectified
+from anybit.objectives.pieces import l1_norm, signs, signs_and_l1
+from anybit.objectives.taps import Function, is_activation, with_graph
 
 Norm = Literal["l1", "l2"]
 
