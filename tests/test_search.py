@@ -372,7 +372,7 @@ def run(*words: str) -> Any:
 def save(folder: Path, recipe: Recipe) -> Path:
     path = folder / "recipe.toml"
     path.write_text(
-        f'name = "{recipe.name}"\nepochs = 2\n[model]\nname = "small-conv"\nwidth = 0.25\n'
+        f'name = "{recipe.name}"\nepochs = 2\n[model]\nname = "small-conv"\nmultiplier = 0.25\n'
         '[data]\nname = "digits"\naugment = false\n[optimizer]\nlr = 0.05\n'
     )
     return path
