@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from anybit.objectives.kurtosis import KurtosisPenalty
     from anybit.objectives.noise import UniformNoise
     from anybit.objectives.orthogonal import OrthogonalPenalty
-    from anybit.quant.lower import save
-    from anybit.quant.prepare import prepare
+    from anybit.simulate.to_onnx import save
+    from anybit.simulate.prepare import prepare
 
 __version__ = "0.1.0"
 
@@ -59,8 +59,8 @@ _ON_FIRST_USE = {
     "UniformNoise": ("anybit.objectives.noise", "torch"),
     "export": ("anybit.artifact.export", ""),
     "load": ("anybit.artifact.session", ""),
-    "prepare": ("anybit.quant.prepare", "torch"),
-    "save": ("anybit.quant.lower", "torch"),
+    "prepare": ("anybit.simulate.prepare", "torch"),
+    "save": ("anybit.simulate.to_onnx", "torch"),
     "sweep": ("anybit.evaluate.sweep", "torch"),
 }
 """Public names that need more than the base install: where they are, and the extra that brings what they need."""

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from anybit.artifact.export import export
-from anybit.artifact.pieces import size_on_disk
 from anybit.artifact.session import Session
+from anybit.artifact.storage import size_on_disk
 from anybit.errors import DataError
 from anybit.spec import Bits
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 
-from anybit.artifact.bundle import Array, Bundle, has_nan
+from anybit.artifact.model import Array, OnnxModel, has_nan
 from anybit.errors import FileError
 
 OPSET = 21
@@ -36,9 +36,9 @@ _POSITIVE = {"strides", "dilations", "kernel_shape", "group", "hidden_size", "nu
 _NOT_NEGATIVE = {"pads", "output_padding"}
 
 
-def check_model(bundle: Bundle, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
+def check_model(bundle: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
     """Refuse a model that could do harm; `shapes` are those of float tensors that the graph uses but does not hold."""
-    model = bundle.model
+    model = bundle.proto
     if [(o.domain, o.version) for o in model.opset_import] != [("", OPSET)]:
         raise FileError(f"{where}: opset_import must be the standard operators at version {OPSET}, and nothing else")
     for name in ("functions", "training_info"):
@@ -137,9 +137,9 @@ def _infer(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, where:
     del probe.graph.initializer[:]
     probe.graph.initializer.extend(inside)
     for value in probe.graph.input:
-        for dim in value.type.tensor_type.shape.dim:
+        for dim in value.type.tensor_type.shape.dim[:1]:
             if not dim.HasField("dim_value"):
-                dim.dim_value = 1
+                dim.dim_value = 1  # other free sizes stay free: not every one fits a network
     # What lies outside of the graph comes in as an input of the same type and shape.
     outside = [(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
     outside += [(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in large]

@@ -8,9 +8,9 @@ from typing import Any
 
 from anybit.artifact import wire
 from anybit.artifact.master import open_master
-from anybit.artifact.pieces import write_model
-from anybit.artifact.requantize import requantize
+from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import EXACT
+from anybit.artifact.storage import write_model
 from anybit.spec import Bits, LayerWidths
 
 NOTE = "anybit.export"
@@ -31,9 +31,9 @@ def export(
     """
     opened = open_master(master)
     bits = Bits(weights, activations)
-    bundle, exact = requantize(opened, opened.header.widths(bits, layers), packed=True)
+    model, exact = quantized_graph(opened, opened.plan.at(bits, layers, tensors=opened.tensors), packed=True)
     note = wire.entry(NOTE, json.dumps(describe(bits, exact=exact), ensure_ascii=False))
-    write_model(out, bundle, lambda file, data: file.write(note), spare=len(note))
+    write_model(out, model, lambda file, data: file.write(note), spare=len(note))
 
 
 def describe(bits: Bits, *, exact: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,30 +22,44 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from anybit.artifact import wire
-from anybit.artifact.bundle import Array as Numbers
-from anybit.artifact.bundle import Bundle, is_finite
 from anybit.artifact.check import check_model, check_tensor
-from anybit.artifact.codes import Codes, encode
-from anybit.artifact.format import DIGEST, KEY, Bias, Data, Header, Weight, read_header, write_header
-from anybit.artifact.pieces import LIMIT, read_model, write_model
+from anybit.artifact.header import DIGEST, KEY, Data, Header, read_header, write_header
+from anybit.artifact.model import Array as Numbers
+from anybit.artifact.model import OnnxModel, is_finite
+from anybit.artifact.storage import LIMIT, read_model, write_model
+from anybit.artifact.weight_nodes import weight_nodes, weight_tensors
 from anybit.errors import FileError
+from anybit.plan.codes import Codes, encode
+from anybit.plan.points import Bias, Plan, Weight
 
 Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Master:
-    """An opened master: `bundle` is the model without the weights that can be quantized, which are in `weights`."""
+    """An opened master: `model` is the graph without the weights that can be quantized, which are in `weights`."""
 
     path: Path
     header: Header
-    bundle: Bundle
+    model: OnnxModel
     weights: dict[str, Array]
 
     @property
     def graph(self) -> onnx.ModelProto:
-        """The model without its weights; other large tensors are in the bundle's arrays."""
-        return self.bundle.model
+        """The model without its weights; other large tensors are in the model's arrays."""
+        return self.model.proto
+
+    @property
+    def plan(self) -> Plan:
+        """What is quantized, and how."""
+        return self.header.plan
+
+    @cached_property
+    def tensors(self) -> dict[str, Array]:
+        """The weights and biases of the plan in floating point, by name."""
+        held = {tensor.name: tensor for tensor in self.model.graph.initializer}
+        biases = {bias.name: np.asarray(self.model.array(held[bias.place])) for bias in self.plan.biases}
+        return self.weights | biases
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -60,7 +75,7 @@ class Master:
 # Writing
 
 
-def write_master(path: str | Path, model: onnx.ModelProto | Bundle, header: Header, *, limit: int = LIMIT) -> None:
+def write_master(path: str | Path, model: onnx.ModelProto | OnnxModel, header: Header, *, limit: int = LIMIT) -> None:
     """Write a floating-point model whose initializers include every weight of the header.
 
     Args:
@@ -82,16 +97,16 @@ def write_master(path: str | Path, model: onnx.ModelProto | Bundle, header: Head
     def check(beside: Path) -> None:
         open_master(beside, named=path, hold=False)
 
-    bundle = model if isinstance(model, Bundle) else Bundle(model)
+    bundle = model if isinstance(model, OnnxModel) else OnnxModel(model)
     write_model(path, stored(bundle, header, where=str(path)), seal, spare=len(text) + 1024, check=check, limit=limit)
 
 
-def stored(bundle: Bundle, header: Header, *, where: str) -> Bundle:
+def stored(bundle: OnnxModel, header: Header, *, where: str) -> OnnxModel:
     """Return a model with its weights as the header says they are stored."""
-    weights = {weight.tensor: weight for weight in header.weights} if header.store != "fp32" else {}
-    out = Bundle(onnx.ModelProto(), dict(bundle.arrays))
-    out.model.CopyFrom(bundle.model)
-    del out.model.metadata_props[:]
+    weights = {weight.place: weight for weight in header.plan.weights} if header.store != "fp32" else {}
+    out = OnnxModel(onnx.ModelProto(), dict(bundle.arrays))
+    out.proto.CopyFrom(bundle.proto)
+    del out.proto.metadata_props[:]
     del out.graph.value_info[:]
     before: list[NodeProto] = []
     tensors: list[TensorProto] = []
@@ -111,10 +126,10 @@ def stored(bundle: Bundle, header: Header, *, where: str) -> Bundle:
 
 
 def _store(
-    weight: Weight, array: Array, store: str, into: Bundle, *, where: str
+    weight: Weight, array: Array, store: str, into: OnnxModel, *, where: str
 ) -> tuple[NodeProto, list[TensorProto]]:
     """Return the node that makes a weight out of what is stored, and what is stored."""
-    name = weight.tensor
+    name = weight.place
     if store == "fp16":
         with np.errstate(over="ignore"):
             half = array.astype(np.float16)
@@ -122,9 +137,9 @@ def _store(
             raise FileError(f"{where}: not written, weight {name!r} does not fit in 16 bits; use store='fp32'")
         node = helper.make_node("Cast", [f"{name}.half"], [name], to=TensorProto.FLOAT)
         return node, [into.tensor(half, f"{name}.half")]
-    codes = encode(array, Weight(name, name, weight.axis, weight.symmetric), 8)
-    (node,) = codes.nodes(name)
-    return node, codes.tensors(name, into)
+    codes = encode(array, Weight(name, axis=weight.axis, symmetric=weight.symmetric), 8)
+    (node,) = weight_nodes(codes, name)
+    return node, weight_tensors(codes, name, into)
 
 
 # Reading
@@ -141,16 +156,17 @@ def open_master(path: str | Path, *, named: str | Path | None = None, hold: bool
     path = Path(path)
     where = str(named or path)
     header, bundle = _read(path, where, hold=hold)
-    others = [entry for entry in bundle.model.metadata_props if entry.key not in (KEY, DIGEST)]
-    del bundle.model.metadata_props[:]  # what is made of this graph is no master
-    bundle.model.metadata_props.extend(others)
+    others = [entry for entry in bundle.proto.metadata_props if entry.key not in (KEY, DIGEST)]
+    del bundle.proto.metadata_props[:]  # what is made of this graph is no master
+    bundle.proto.metadata_props.extend(others)
     weights = _take_weights(bundle, header, where=where, hold=hold)
-    check_model(bundle, {name: array.shape for name, array in weights.items()}, where=where)
-    _check_points(bundle.model, header, weights, where=where)
+    places = {weight.place: weights[weight.name].shape for weight in header.plan.weights}
+    check_model(bundle, places, where=where)
+    _check_points(bundle, header, weights, where=where)
     return Master(Path(named or path), header, bundle, weights)
 
 
-def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, Bundle]:
+def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, OnnxModel]:
     size = wire.size_of(path, what="an ONNX master")
     try:
         with path.open("rb") as file:
@@ -175,19 +191,19 @@ def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, Bundle]:
         raise FileError(f"{where}: is cut short or no ONNX file ({error})") from error
 
 
-def _take_weights(bundle: Bundle, header: Header, *, where: str, hold: bool) -> dict[str, Array]:
+def _take_weights(bundle: OnnxModel, header: Header, *, where: str, hold: bool) -> dict[str, Array]:
     """Take the weights of the header out of the graph, in floating point, with whatever made them."""
     graph = bundle.graph
     held = {tensor.name: tensor for tensor in graph.initializer}
-    made = {weight.tensor for weight in header.weights} if header.store != "fp32" else set()
+    made = {weight.place for weight in header.plan.weights} if header.store != "fp32" else set()
     makers = {output: node for node in graph.node for output in node.output if output in made}
     weights: dict[str, Array] = {}
     used: set[str] = set()
-    for i, weight in enumerate(header.weights):
-        spot = f"{where}: weights[{i}]"
-        parts = _parts(weight, header.store, makers.get(weight.tensor), spot)
+    for weight in header.plan.weights:
+        spot = f"{where}: weight {weight.name[:60]!r}"
+        parts = _parts(weight, header.store, makers.get(weight.place), spot)
         used |= set(parts.values())
-        weights[weight.tensor] = _checked(weight, bundle, held, parts, spot, hold=hold)
+        weights[weight.name] = _checked(weight, bundle, held, parts, spot, hold=hold)
     nodes = [node for node in graph.node if not made.intersection(node.output)]
     bundle.set_initializers([tensor for tensor in graph.initializer if tensor.name not in used])
     del graph.node[:]
@@ -196,7 +212,7 @@ def _take_weights(bundle: Bundle, header: Header, *, where: str, hold: bool) -> 
 
 
 def _checked(
-    weight: Weight, bundle: Bundle, held: dict[str, TensorProto], parts: dict[str, str], where: str, *, hold: bool
+    weight: Weight, bundle: OnnxModel, held: dict[str, TensorProto], parts: dict[str, str], where: str, *, hold: bool
 ) -> Array:
     """Return a weight in floating point, or zeros of its shape that take no memory."""
     arrays = {part: _array(bundle, held.get(name), name, part, where) for part, name in parts.items()}
@@ -207,13 +223,13 @@ def _checked(
 def _parts(weight: Weight, store: str, maker: NodeProto | None, where: str) -> dict[str, str]:
     """Return the names of the initializers that a weight is stored in."""
     if store == "fp32":
-        return {"float": weight.tensor}
+        return {"float": weight.place}
     wanted = {"fp16": ("Cast", ("half",)), "int8": ("DequantizeLinear", ("codes", "scale", "zero"))}
     operator, names = wanted[store]
     if maker is None or maker.op_type != operator:
-        raise FileError(f"{where}.tensor: {weight.tensor[:60]!r} must come from a {operator} node with store={store!r}")
-    if list(maker.input) != [f"{weight.tensor}.{name}" for name in names]:
-        raise FileError(f"{where}.tensor: {weight.tensor[:60]!r} is made from {list(maker.input)[:3]}")
+        raise FileError(f"{where}.tensor: {weight.place[:60]!r} must come from a {operator} node with store={store!r}")
+    if list(maker.input) != [f"{weight.place}.{name}" for name in names]:
+        raise FileError(f"{where}.tensor: {weight.place[:60]!r} is made from {list(maker.input)[:3]}")
     return dict(zip(names, maker.input, strict=True))
 
 
@@ -223,7 +239,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-def _array(bundle: Bundle, tensor: TensorProto | None, name: str, part: str, where: str) -> Numbers:
+def _array(bundle: OnnxModel, tensor: TensorProto | None, name: str, part: str, where: str) -> Numbers:
     if tensor is None:
         raise FileError(f"{where}.tensor: the graph holds no tensor {name[:60]!r}")
     spot = f"{where}: tensor {name[:60]!r}"
@@ -241,54 +257,66 @@ def _weight(weight: Weight, arrays: dict[str, Numbers], where: str) -> Array:
     """Return a weight in floating point, and see that it fits what the header says."""
     main = next(iter(arrays.values()))
     if main.size == 0:
-        raise FileError(f"{where}.tensor: {weight.tensor[:60]!r} is empty")
+        raise FileError(f"{where}.tensor: {weight.place[:60]!r} is empty")
     if weight.axis is not None and not 0 <= weight.axis < main.ndim:
         raise FileError(f"{where}.axis: must be 0 to {main.ndim - 1}, got {weight.axis}")
+    if weight.sums and (weight.channels > min(1, main.ndim - 1) or main.shape[0] % weight.groups):
+        raise FileError(f"{where}: channels and groups do not fit the shape {list(main.shape)[:8]}")
     if "codes" not in arrays:
         return np.asarray(main, np.float32)
     shape = () if weight.axis is None else (main.shape[weight.axis],)
     scale, zero = arrays["scale"], arrays["zero"]
     if scale.shape != shape or zero.shape != shape:
-        raise FileError(f"{where}.tensor: {weight.tensor[:60]!r} needs scales of shape {shape}, got {scale.shape}")
+        raise FileError(f"{where}.tensor: {weight.place[:60]!r} needs scales of shape {shape}, got {scale.shape}")
     if not (scale > 0).all():
-        raise FileError(f"{where}.tensor: the scale of {weight.tensor[:60]!r} must be above zero")
+        raise FileError(f"{where}.tensor: the scale of {weight.place[:60]!r} must be above zero")
     with np.errstate(over="ignore"):
         value = Codes(main, scale, zero, weight.axis, 8).dequantized()
     if not is_finite(value):
-        raise FileError(f"{where}.tensor: the scale of {weight.tensor[:60]!r} is too large")
+        raise FileError(f"{where}.tensor: the scale of {weight.place[:60]!r} is too large")
     return value
 
 
-def _check_points(model: onnx.ModelProto, header: Header, weights: dict[str, Array], *, where: str) -> None:
+def _check_points(bundle: OnnxModel, header: Header, weights: dict[str, Array], *, where: str) -> None:
     """See that the header and the graph speak of the same things."""
-    graph = model.graph
+    graph = bundle.graph
     made = {output for node in graph.node for output in node.output if output}
     used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     held = {tensor.name: tensor for tensor in graph.initializer}
-    for i, activation in enumerate(header.activations):
-        if activation.value not in made:
-            raise FileError(f"{where}: activations[{i}].value: no node makes {activation.value[:60]!r}")
-    for i, weight in enumerate(header.weights):
-        if weight.tensor not in used:
-            raise FileError(f"{where}: weights[{i}].tensor: no node uses {weight.tensor[:60]!r}")
-    values = {activation.value for activation in header.activations}
-    for i, bias in enumerate(header.biases):
-        if bias.value is not None and bias.value not in values:
-            raise FileError(f"{where}: biases[{i}].value: {bias.value[:60]!r} is not the value of an activation")
-        _check_bias(bias, held.get(bias.tensor), weights.get(bias.weight), where=f"{where}: biases[{i}]")
-    names = [*weights, *held, *made, *(value.name for value in graph.input)]
+    plan = header.plan
+    for activation in plan.activations:
+        if activation.place not in made:
+            raise FileError(f"{where}: activation {activation.name[:60]!r}: no node makes {activation.place[:60]!r}")
+    for weight in plan.weights:
+        if weight.place not in used:
+            raise FileError(f"{where}: weight {weight.name[:60]!r}: no node uses {weight.place[:60]!r}")
+        if weight.shape and weight.shape != weights[weight.name].shape:
+            raise FileError(
+                f"{where}: weight {weight.name[:60]!r}: shape is {list(weight.shape)[:8]} in the header, and "
+                f"{list(weights[weight.name].shape)[:8]} in the graph"
+            )
+    for i, bias in enumerate(plan.biases):
+        point = plan.weight(bias.weight)
+        _check_bias(bias, point, held.get(bias.place), weights[bias.weight], bundle, where=f"{where}: biases[{i}]")
+    names = [*(weight.place for weight in plan.weights), *held, *made, *(value.name for value in graph.input)]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise FileError(f"{where}: {twice[0][:60]!r} is made twice")
 
 
-def _check_bias(bias: Bias, tensor: TensorProto | None, weight: Array | None, *, where: str) -> None:
-    if weight is None or weight.ndim < 2:
+def _check_bias(
+    bias: Bias, point: Weight, tensor: TensorProto | None, weight: Array, bundle: OnnxModel, *, where: str
+) -> None:
+    if weight.ndim < 2:
         raise FileError(f"{where}.weight: {bias.weight[:60]!r} is not the tensor of a layer's weight")
-    first, second = weight.shape[:2]
-    outputs, inputs = (second * bias.groups, first) if bias.transposed else (first, second * bias.groups)
+    if point.channels > 1:
+        raise FileError(f"{where}.weight: channels of {bias.weight[:60]!r} must be 0 or 1, got {point.channels}")
+    outputs = weight.shape[point.channels] * (point.groups if point.channels == 1 else 1)
+    inputs = weight.shape[1 - point.channels] * (point.groups if point.channels == 0 else 1)
     if tensor is None or tensor.data_type != TensorProto.FLOAT or list(tensor.dims) != [outputs]:
-        raise FileError(f"{where}.tensor: {bias.tensor[:60]!r} must be a tensor of the graph with {outputs} numbers")
-    if outputs % bias.groups or inputs % bias.groups:
-        raise FileError(f"{where}.groups: {bias.groups} does not divide {outputs} outputs and {inputs} inputs")
+        raise FileError(f"{where}.tensor: {bias.place[:60]!r} must be a tensor of the graph with {outputs} numbers")
+    if not is_finite(bundle.array(tensor)):
+        raise FileError(f"{where}.tensor: {bias.place[:60]!r} has infinite entries")
+    if outputs % point.groups or inputs % point.groups:
+        raise FileError(f"{where}.weight: {point.groups} groups do not divide {outputs} outputs and {inputs} inputs")
     if bias.mean is not None and len(bias.mean) != inputs:
         raise FileError(f"{where}.mean: must be {inputs} numbers, got {len(bias.mean)}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from onnx import TensorProto
 
-from anybit.artifact.bundle import Bundle
+from anybit.artifact.model import OnnxModel
 from anybit.errors import FileError
 
 EXACT = "session.x64quantprecision"
@@ -24,7 +24,7 @@ def onnxruntime() -> Any:
     return onnxruntime
 
 
-def compile_model(bundle: Bundle, *, exact: bool, threads: int | None, where: str) -> Any:
+def compile_model(bundle: OnnxModel, *, exact: bool, threads: int | None, where: str) -> Any:
     """Return a session of ONNX Runtime for a model; one that it does not take is an error that names the file."""
     ort = onnxruntime()
     options = ort.SessionOptions()
@@ -39,7 +39,7 @@ def compile_model(bundle: Bundle, *, exact: bool, threads: int | None, where: st
     if outside:
         options.add_external_initializers([tensor.name for tensor in outside], values)
     try:
-        data = bundle.model.SerializeToString()
+        data = bundle.proto.SerializeToString()
         engine = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime has no common base for its exceptions
         reason = " ".join(str(error).split())[:300]

@@ -16,23 +16,32 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from anybit.artifact.format import Widths
 from anybit.artifact.master import Master, open_master
-from anybit.artifact.requantize import requantize
+from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import compile_model
 from anybit.errors import DataError, SpecError
+from anybit.plan.numbers import Kept, Numbers
+from anybit.plan.points import Plan
 from anybit.spec import Bits, LayerWidths
 
 Array = npt.NDArray[Any]
 Inputs = npt.ArrayLike | Mapping[str, npt.ArrayLike]
 
 
+CODES_BYTES = 2**28
+"""Codes that are remembered while a width is made: a bias looks at its weight's again."""
+
+KEEP_BYTES = 2**30
+"""How much memory the widths that stay compiled may take, by the size of their weights."""
+
+
 class Compiled(NamedTuple):
-    """A network at one width, ready to run."""
+    """A network at one width, ready to run, and how many bytes its weights take."""
 
     bits: Bits
     key: tuple[int, ...]
     engine: Any
+    nbytes: int
 
 
 def load(path: str | Path, *, threads: int | None = None, keep: int = 8) -> Session:
@@ -41,7 +50,8 @@ def load(path: str | Path, *, threads: int | None = None, keep: int = 8) -> Sess
     Args:
         path: What `anybit.save` wrote.
         threads: How many threads a run may use; all cores by default.
-        keep: How many widths stay compiled, so that going back to one of them costs nothing.
+        keep: How many widths stay compiled, so that going back to one of them costs nothing; fewer if they would take
+            more than a gigabyte together.
     """
     if threads is not None and threads < 1:
         raise SpecError(f"threads must be at least 1, got {threads}")
@@ -69,6 +79,11 @@ class Session:
         return self._now.bits
 
     @property
+    def plan(self) -> Plan:
+        """What is quantized, over which range, and where the range came from."""
+        return self.master.plan
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The names of the network's inputs."""
         return self.master.inputs
@@ -89,12 +104,13 @@ class Session:
         self._now = self._compiled(Bits(weights, activations), layers)
 
     def _compiled(self, bits: Bits, layers: LayerWidths | None) -> Compiled:
-        widths = self.master.header.widths(bits, layers)
-        key = tuple(widths.values())
+        # Codes are made anew for each width: an engine keeps what it needs of them.
+        numbers = self.master.plan.at(bits, layers, tensors=self.master.tensors, kept=Kept(CODES_BYTES))
+        key = tuple(numbers.widths.values())
         found = self._kept(key)
         if found is None:
             with self._compiling:  # one at a time; runs and switches to kept widths go on meanwhile
-                found = self._kept(key) or self._compile(bits, key, widths)
+                found = self._kept(key) or self._compile(bits, key, numbers)
         return found._replace(bits=bits)
 
     def _kept(self, key: tuple[int, ...]) -> Compiled | None:
@@ -103,15 +119,18 @@ class Session:
                 self._cache.move_to_end(key)
             return self._cache.get(key)
 
-    def _compile(self, bits: Bits, key: tuple[int, ...], widths: Widths) -> Compiled:
-        bundle, exact = requantize(self.master, widths, packed=False)
-        engine = compile_model(bundle, exact=exact, threads=self._threads, where=str(self.master.path))
-        made = Compiled(bits, key, engine)
+    def _compile(self, bits: Bits, key: tuple[int, ...], numbers: Numbers) -> Compiled:
+        model, exact = quantized_graph(self.master, numbers, packed=False)
+        engine = compile_model(model, exact=exact, threads=self._threads, where=str(self.master.path))
+        made = Compiled(bits, key, engine, model.nbytes)
         with self._looking:
             self._cache[key] = made
-            while len(self._cache) > self._keep:
+            while len(self._cache) > 1 and (len(self._cache) > self._keep or self._held() > KEEP_BYTES):
                 self._cache.popitem(last=False)
         return made
+
+    def _held(self) -> int:
+        return sum(entry.nbytes for entry in self._cache.values())
 
     def run(self, x: Inputs) -> Any:
         """Return what the network makes of `x`: an array, or a dict of them by name if there are several outputs.

@@ -33,9 +33,9 @@ def adopt(
     Example: anybit adopt other.onnx --out model.onnx --calibrate images/ --mean "0.49 0.48 0.45" --std "0.25 0.24 0.26"
     """
     from anybit.artifact.adopt import adopt as run
-    from anybit.artifact.adopt import read_plain
     from anybit.artifact.pictures import find_inputs, read_inputs
-    from anybit.artifact.pieces import size_on_disk
+    from anybit.artifact.plain import read_plain
+    from anybit.artifact.storage import size_on_disk
 
     normal = {"mean": numbers(mean, "mean"), "std": numbers(std, "std")}
     with progress_bars() as start:

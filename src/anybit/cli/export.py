@@ -21,7 +21,7 @@ def export(
     Example: anybit export model.onnx model-w4a8.onnx --bits W4A8
     """
     from anybit.artifact.export import export as write
-    from anybit.artifact.pieces import size_on_disk
+    from anybit.artifact.storage import size_on_disk
 
     pair = Bits.parse(bits)
     write(master, out, weights=pair.weights, activations=pair.activations)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,11 +43,13 @@ def save(
     with progress_bars() as start:
         ready = start("getting ready", 4)
         with needs_torch("anybit save"):
+            from anybit.artifact.header import Header
             from anybit.artifact.master import write_master
-            from anybit.artifact.pieces import size_on_disk
+            from anybit.artifact.storage import size_on_disk
+            from anybit.common.provenance import origin
             from anybit.data import load_dataset
-            from anybit.quant.lower import translate
-            from anybit.quant.prepare import prepare
+            from anybit.simulate.prepare import prepare
+            from anybit.simulate.to_onnx import translate
             from anybit.train.checkpoint import load_model
         ready(1)
         path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
@@ -60,10 +61,10 @@ def save(
         example, inputs = dataset.test.x[:2], dataset.input_range
         net = prepare(model, example, input_range=inputs, per_channel=per_channel, helpers=chosen)
         ready(1)
-        graph, header = translate(net)
+        graph = translate(net)
         ready(1)
     about: dict[str, Any] = {
-        **header.about,
+        "origin": origin(),
         "training": known,
         "data": dataset.name,
         "classes": list(dataset.classes),
@@ -74,9 +75,9 @@ def save(
     with tempfile.TemporaryDirectory() as folder, progress_bars() as start:
         advance = start("widths", len(ways) * len(pairs))
         for name, way in ways.items():
-            write_master(Path(folder) / "model.onnx", graph, replace(header, store=way))
+            write_master(Path(folder) / "model.onnx", graph, Header(net.plan, way))
             about[name] = accuracies(Path(folder) / "model.onnx", pairs, *test, advance=advance)
-    write_master(out, graph, replace(header, store=store, about=about))
+    write_master(out, graph, Header(net.plan, store, about))
     if as_json:
         measured = {key: about[key] for key in ("measured", "measured_from_fp32") if key in about}
         typer.echo(

@@ -84,7 +84,7 @@ def _subject(path: Path, data: str | None, options: dict[str, Any], ready: Advan
     """Load a checkpoint with its data and give it its width switch: two steps."""
     from anybit.analysis.insight import Subject
     from anybit.data import load_dataset
-    from anybit.quant.prepare import prepare
+    from anybit.simulate.prepare import prepare
     from anybit.train.checkpoint import load_model
 
     model, about = load_model(path)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybit.errors import DataError
-from anybit.quant.capture import evaluating
+from anybit.simulate.capture import evaluating, moved_to
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ def score(logits: Tensor, labels: Tensor) -> Score:
 def predict(network: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return the logits and labels of every example, with the network in evaluation mode for the time being."""
     with evaluating(network):
-        pairs = [(network(x), y) for x, y in loader]
+        place = next((p.device for p in network.parameters()), torch.device("cpu"))
+        pairs = [(network(moved_to(place, x)), moved_to(place, y)) for x, y in loader]
     if not pairs:
         raise DataError("there is nothing to evaluate on: the loader yields no batch")
     return torch.cat([p for p, _ in pairs]), torch.cat([y for _, y in pairs])

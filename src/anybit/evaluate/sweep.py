@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anybit.errors import DataError, SpecError
 from anybit.evaluate.accuracy import kl_divergence, predict, score
-from anybit.quant.network import QuantizedNetwork
+from anybit.simulate.network import QuantizedNetwork
 from anybit.spec import Bits, Row
 
 

@@ -26,7 +26,7 @@ from anybit.objectives.kurtosis import KurtosisPenalty
 from anybit.objectives.noise import UniformNoise
 from anybit.objectives.orthogonal import OrthogonalPenalty
 from anybit.objectives.schedule import last_epochs
-from anybit.quant.capture import evaluating
+from anybit.simulate.capture import evaluating
 from anybit.train.board import Log, on_board
 from anybit.train.checkpoint import digest_of, load_model, load_weights, save_checkpoint
 from anybit.train.clock import Clock, EpochTime

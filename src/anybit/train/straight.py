@@ -13,16 +13,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from anybit.data import Dataset
-from anybit.errors import FoldError
 from anybit.objectives.base import Closure, Perturbation
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.ops import WEIGHTED, attribute, output_axis
-from anybit.quant.points import WeightPoint
-from anybit.quant.prepare import prepare
-from anybit.quant.whole_bias import WholeBias
+from anybit.simulate.modules import executors
+from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
 
 SMALLEST = 1e-8
@@ -57,35 +54,15 @@ def unfold(network: QuantizedNetwork, model: nn.Module) -> None:
     A layer with batch norm behind it takes `W = W' σ/γ`, and the batch norm the mean `μ = b + (β - b') σ/γ`. Scale and
     shift of the batch norm stay, and with them the ranges of the activations.
     """
-    for node in network.body.graph.nodes:
-        if node.target not in WEIGHTED:
-            continue
-        point = _weight_point(network.body, node)
-        layer = model.get_submodule(point.name.rpartition(".")[0])
-        bias = _bias(network.body, node)
-        after = node.meta.get("anybit_after")
-        if after is None:
-            _copy(layer, point.master, bias)
+    parts = executors(network.body)
+    biases = {bias.weight: parts[bias.name].master for bias in network.plan.biases}
+    for point in network.plan.weights:
+        name, weight = point.name, parts[point.name].master
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if name not in network.folded:
+            _copy(layer, weight, biases.get(name))
         else:
-            assert bias is not None  # folding always makes one
-            _copy_through(layer, model.get_submodule(after), point.master, bias, output_axis(node))
-
-
-def _weight_point(body: fx.GraphModule, node: fx.Node) -> WeightPoint:
-    source = node.args[1]
-    inner = isinstance(source, fx.Node) and source.op == "call_module"
-    point = body.get_submodule(str(source.target)) if inner else None  # type: ignore[union-attr]
-    if not isinstance(point, WeightPoint):
-        raise FoldError(f"{node.name}: its weight is computed, not stored; straight-through training cannot change it")
-    return point
-
-
-def _bias(body: fx.GraphModule, node: fx.Node) -> Tensor | None:
-    source = node.args[2] if len(node.args) > 2 else None
-    if not isinstance(source, fx.Node):
-        return None
-    whole = body.get_submodule(str(source.target)) if source.op == "call_module" else None
-    return whole.master if isinstance(whole, WholeBias) else attribute(body, source)
+            _copy_through(layer, model.get_submodule(network.folded[name]), weight, biases[name], point.channels)
 
 
 def _copy(layer: nn.Module, weight: Tensor, bias: Tensor | None) -> None:

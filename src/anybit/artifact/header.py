@@ -1,0 +1,108 @@
+"""What a master says about itself: a JSON text in the ONNX file's metadata, with a version.
+
+    anybit          the header below, as JSON
+    anybit.digest   SHA-256 over the graph and the header, so that a damaged file is noticed before it is used
+
+    {"version": 3, "store": "fp32", "plan": {...}, "about": {...}}
+
+The plan names tensors and values of the graph. `about` is for people: where the file came from, how the network was
+trained, what was measured. A master in two files says in `data` which one the second is. Reading is strict: an unknown,
+missing or wrong field is an error with its path. Versions 1 and 2, which had the plan's lists apart, are read too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from anybit.errors import FileError, SpecError
+from anybit.plan.points import Plan
+from anybit.plan.text import entry, is_whole, plan_from_old, plan_from_values, plan_to_values, said, same_keys
+
+VERSION = 3
+"""What is written; 1 (in one file) and 2 (in two) are read."""
+
+KEY, DIGEST = "anybit", "anybit.digest"
+STORES = ("fp32", "fp16", "int8")
+
+
+@dataclass(frozen=True)
+class Data:
+    """The second file of a master that is too large for one: its name in the same folder, its size, its SHA-256."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if self.file in ("", ".", "..") or not self.file.isprintable() or set(self.file) & {"/", "\\", ":"}:
+            raise SpecError(f"file must be the plain name of a file in the same folder, got {said(self.file)}")
+        if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
+            raise SpecError(f"sha256 must be 64 lower-case hexadecimal digits, got {said(self.sha256)}")
+
+
+@dataclass(frozen=True)
+class Header:
+    """Everything that the graph itself does not say."""
+
+    plan: Plan
+    store: str = "fp32"
+    about: dict[str, Any] = field(default_factory=dict)
+    data: Data | None = None
+
+    def __post_init__(self) -> None:
+        if self.store not in STORES:
+            raise SpecError(f"store must be one of {', '.join(STORES)}; got {said(self.store)}")
+        places = [*(w.tensor or w.name for w in self.plan.weights), *(a.value or a.name for a in self.plan.activations)]
+        if twice := [name for name, count in Counter(places).items() if count > 1]:
+            raise SpecError(f"the tensor or value {twice[0][:60]!r} is listed twice")
+
+
+def write_header(header: Header) -> str:
+    """Return the header as JSON.
+
+    >>> write_header(Header(Plan()))
+    '{"version": 3, "store": "fp32", "plan": {"points": [], "biases": [], "left": []}, "about": {}}'
+    """
+    values: dict[str, Any] = {"version": VERSION, "store": header.store, "plan": plan_to_values(header.plan)}
+    last = {} if header.data is None else {"data": dataclasses.asdict(header.data)}
+    try:
+        return json.dumps({**values, "about": header.about, **last}, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise FileError(f"what a master says about itself must fit in JSON: {error}") from error
+
+
+def read_header(text: str, *, where: str) -> Header:
+    """Read what `write_header` wrote, trusting nothing; `where` names the file in errors."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{where}: metadata {KEY!r} is no JSON ({error}); save the master again") from error
+    if not isinstance(values, dict):
+        raise FileError(f"{where}: metadata {KEY!r} must be a JSON object, got {said(values)}")
+    version: Any = values.get("version")
+    if not is_whole(version) or version < 1:
+        raise FileError(f"{where}: version must be a whole number from 1 on, got {said(version)}")
+    if version > VERSION:
+        raise FileError(
+            f"{where}: version is {said(version)}, this anybit reads up to {VERSION}; "
+            "update anybit: pip install -U anybit"
+        )
+    lists = {"plan"} if version == VERSION else {"weights", "biases", "activations"}
+    needed = {"version", "store", "about"} | lists | ({"data"} if version == 2 else set())
+    same_keys(values, needed | ({"data"} if version == VERSION else set()), needed, where)
+    if not isinstance(values["about"], dict):
+        raise FileError(f"{where}: about must be a JSON object, got {said(values['about'])}")
+    if version == VERSION:
+        plan = plan_from_values(values["plan"], where=f"{where}: plan")
+    else:
+        plan = plan_from_old(values, where=where)
+    data = entry(Data, values["data"], f"{where}: data") if "data" in values else None
+    try:
+        return Header(plan, store=values["store"], about=values["about"], data=data)
+    except SpecError as error:
+        raise FileError(f"{where}: {error}") from error

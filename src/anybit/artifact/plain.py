@@ -1,0 +1,160 @@
+"""Somebody else's ONNX file, read and brought into the form that a master has: constants as initializers, one opset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import NodeProto, TensorProto, helper, version_converter
+from onnx.reference import ReferenceEvaluator
+
+from anybit.artifact import wire
+from anybit.artifact.check import OPSET, bytes_of, check_model, tensors_of
+from anybit.artifact.model import OnnxModel, location, shaped
+from anybit.artifact.quantized_graph import LAYERS
+from anybit.errors import FileError
+
+Array = npt.NDArray[Any]
+
+
+def read_plain(path: Path) -> onnx.ModelProto:
+    """Read somebody's ONNX model for a look at it; large tensors have a name and a shape, and no numbers."""
+    return read_model_file(path).proto
+
+
+def read_model_file(path: Path) -> OnnxModel:
+    """Read somebody's ONNX model and bring it into the form that a master has."""
+    wire.size_of(path, what="an ONNX model")
+    model = OnnxModel(onnx.ModelProto())
+    try:
+        model.proto.ParseFromString(path.read_bytes())
+        _load_external(model, path)
+        if [o.version for o in model.proto.opset_import if o.domain in ("", "ai.onnx")] != [OPSET]:
+            model = _converted(model)
+        _settle(model)
+        _fold_constants(model)
+    except FileError:
+        raise
+    except Exception as error:  # the C++ side raises what it likes
+        reason = " ".join(str(error).split())[:200]
+        raise FileError(
+            f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators ({reason})"
+        ) from error
+    proto = model.proto
+    kept = [entry for entry in proto.opset_import if entry.domain == ""]
+    del proto.opset_import[:]
+    proto.opset_import.extend(kept)
+    proto.ir_version = 10
+    del proto.metadata_props[:]
+    check_model(model, {}, where=str(path))
+    if not any(node.op_type in LAYERS for node in model.graph.node):
+        raise FileError(f"{path}: has no layer to quantize; {', '.join(sorted(LAYERS))} are known")
+    return model
+
+
+def _load_external(model: OnnxModel, path: Path) -> None:
+    """Take data from other files, if those lie in the model's folder."""
+    graph, folder = model.graph, path.parent.resolve()
+    for node in graph.node:
+        if any(a.graphs or a.HasField("g") for a in node.attribute):
+            raise FileError(f"{path}: node {node.name[:60]!r} has a subgraph; control flow is not supported")
+    tensors = [*graph.initializer, *(t for n in graph.node for a in n.attribute for t in tensors_of(a))]
+    files: dict[Path, Array] = {}
+    for tensor in tensors:
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        spot = f"{path}: tensor {tensor.name[:60]!r}"
+        target = (folder / location(tensor)).resolve()
+        if not location(tensor) or not target.is_relative_to(folder) or not target.is_file():
+            raise FileError(f"{spot}: its data lie outside the folder, at {location(tensor)[:80]!r}")
+        if target not in files:
+            files[target] = np.memmap(target, np.uint8, "r")
+        start = int(next((entry.value for entry in tensor.external_data if entry.key == "offset"), 0))
+        length = bytes_of(tensor, where=spot)
+        if start < 0 or start + length > len(files[target]):
+            raise FileError(f"{spot}: needs {length} bytes from byte {start} on, {target.name} ends before")
+        found = np.require(shaped(files[target][start : start + length], tensor), requirements="A")
+        model.fill(tensor, found)
+
+
+def _converted(model: OnnxModel) -> OnnxModel:
+    """Return a model with the operators of this version; the converter sees large tensors as inputs."""
+    large = [tensor for tensor in model.graph.initializer if model.apart(tensor) is not None]
+    rest = OnnxModel(model.copy().proto)
+    rest.set_initializers([tensor for tensor in model.graph.initializer if model.apart(tensor) is None])
+    listed = {value.name for value in rest.graph.input}
+    rest.graph.input.extend(
+        helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        for tensor in large
+        if tensor.name not in listed
+    )
+    proto = version_converter.convert_version(rest.proto, OPSET)
+    proto.graph.initializer.extend(large)
+    return OnnxModel(proto, model.arrays)
+
+
+def _settle(model: OnnxModel) -> None:
+    """Make constants initializers, and put an Identity behind every input, so that nodes make all values."""
+    graph = model.graph
+    held = {tensor.name for tensor in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in held]  # old models list weights as inputs too
+    nodes, swap = [], {}
+    for value in inputs:
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            swap[value.name] = f"{value.name}.input"
+            nodes.append(helper.make_node("Identity", [value.name], [swap[value.name]], name=f"{value.name}/Identity"))
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+            tensor = graph.initializer.add()
+            tensor.CopyFrom(node.attribute[0].t)
+            tensor.name = node.output[0]
+            continue
+        node.input[:] = [swap.get(name, name) for name in node.input]
+        nodes.append(node)
+    model.set_initializers([model.tensor(model.array(tensor), tensor.name) for tensor in graph.initializer])
+    del graph.value_info[:]
+    del graph.input[:]
+    graph.input.extend(inputs)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+FOLDED = {
+    "Identity", "Transpose", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Neg", "Sqrt",
+    "Shape", "Slice", "Gather", "Expand", "ConstantOfShape", "Add", "Sub", "Mul", "Div", "Split", "Range", "Where", "Equal", "Tile",
+}  # fmt: skip
+"""Operators that are done once, now, where all that comes in is constant: weights are found behind them."""
+
+
+def _fold_constants(model: OnnxModel) -> None:
+    """Compute what depends on constants alone and stands between a stored tensor and its use."""
+    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    outputs = {value.name for value in model.graph.output}
+    kept = []
+    for node in model.graph.node:
+        names = [name for name in node.input if name]
+        known = node.op_type in FOLDED and names and all(name in held for name in names)
+        if not known or len(node.output) != 1 or node.output[0] in outputs:
+            kept.append(node)
+            continue
+        value = _computed(node, [model.array(held[name]) for name in names])
+        tensor = model.tensor(np.ascontiguousarray(value), node.output[0])
+        model.graph.initializer.append(tensor)
+        held[tensor.name] = model.graph.initializer[-1]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    used = {name for node in kept for name in node.input} | outputs
+    model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])
+
+
+def _computed(node: NodeProto, arrays: list[Array]) -> Array:
+    """Run one operator on constants."""
+    inputs = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+              for n, a in zip(node.input, arrays, strict=True)]  # fmt: skip
+    graph = helper.make_graph([node], "constant", inputs, [helper.make_empty_tensor_value_info(node.output[0])])
+    alone = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
+    (value,) = ReferenceEvaluator(alone).run(None, dict(zip(node.input, arrays, strict=True)))
+    return np.asarray(value)

@@ -1,0 +1,422 @@
+"""Fill the view from an ONNX model whose constants are initializers. Values are called as in the file. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper
+
+from anybit.graph.view import (
+    Array,
+    Follow,
+    Graph,
+    Node,
+    Norm,
+    Shape,
+    except_for,
+    permuted,
+    reduced,
+    reshaped,
+    stays,
+)
+
+Constants = Mapping[str, Array]
+
+
+def read_onnx(proto: onnx.ModelProto, constants: dict[str, Array]) -> Graph:
+    """Return the view of a model.
+
+    Args:
+        proto: The model; large initializers may be without their numbers.
+        constants: All initializers, by name.
+    """
+    graph = Graph(constants=constants)
+    graph.inputs = [value.name for value in proto.graph.input if value.name not in constants]
+    graph.outputs = [value.name for value in proto.graph.output]
+    kinds = _infer(proto, graph)
+    graph.floating = {name for name, kind in kinds.items() if kind == TensorProto.FLOAT and name not in constants}
+    graph.shapes |= {name: array.shape for name, array in constants.items()}
+    sums = _sums_behind(proto.graph, constants)
+    merged = {add.output[0] for add in sums.values()}
+    for node in proto.graph.node:
+        if node.output and node.output[0] not in merged:
+            graph.nodes += _read(node, graph, sums)
+    return graph
+
+
+def _infer(proto: onnx.ModelProto, graph: Graph) -> dict[str, int]:
+    """Note the shapes of all values as far as ONNX can tell, and return their types."""
+    probe = onnx.ModelProto()
+    probe.CopyFrom(proto)
+    del probe.graph.value_info[:]
+    outside = [t for t in probe.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    for tensor in outside:  # whatever lies elsewhere comes in as an input of the same shape
+        probe.graph.initializer.remove(tensor)
+        probe.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    try:
+        found = onnx.shape_inference.infer_shapes(probe, data_prop=True)
+    except Exception:  # the C++ side raises what it likes; without shapes less can be followed
+        found = probe
+    kinds = {}
+    for value in [*found.graph.input, *found.graph.value_info, *found.graph.output]:
+        kind = value.type.tensor_type
+        kinds[value.name] = kind.elem_type
+        if kind.HasField("shape"):
+            graph.shapes[value.name] = tuple(_size(dim) for dim in kind.shape.dim)
+    return kinds
+
+
+def _size(dim: Any) -> int | str | None:
+    if dim.HasField("dim_value") and dim.dim_value > 0:
+        return int(dim.dim_value)
+    return str(dim.dim_param) if dim.dim_param else None
+
+
+def _sums_behind(graph: onnx.GraphProto, constants: Constants) -> dict[str, NodeProto]:
+    """Return for each product with a constant matrix the node that does nothing but add a vector to it."""
+    users: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            users.setdefault(name, []).append(node)
+    outputs = {value.name for value in graph.output}
+    found = {}
+    for node in graph.node:
+        if node.op_type != "MatMul" or constants.get(node.input[1], np.ones(1)).ndim != 2:
+            continue
+        (value,) = node.output
+        if len(users.get(value, [])) != 1 or value in outputs:
+            continue
+        (add,) = users[value]
+        vector = constants.get(added(add, value)) if add.op_type == "Add" else None
+        if vector is not None and vector.shape == (constants[node.input[1]].shape[1],):
+            found[value] = add
+    return found
+
+
+def added(add: NodeProto, value: str) -> str:
+    """Return what a sum adds to a value."""
+    return str(add.input[1] if add.input[0] == value else add.input[0])
+
+
+def attributes(node: NodeProto) -> dict[str, Any]:
+    """Return a node's attributes as plain values."""
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
+
+
+def _read(node: NodeProto, graph: Graph, sums: dict[str, NodeProto]) -> list[Node]:
+    """Return one operator as nodes of the view, one for each of its results."""
+    values = [name for name in node.output if name]
+    if node.domain not in ("", "ai.onnx"):
+        return [_other(node, value) for value in values]
+    new = Node("other", [n for n in node.input if n], values[0], values[0], node, name=node.op_type)
+    reader = _READERS.get(node.op_type)
+    if reader is None or not reader(node, new, graph):
+        if node.op_type in _LAYERS:
+            _LAYERS[node.op_type](node, new, graph, sums)
+        elif not _read_pass(node, new, graph):
+            new.bounds = _BOUNDED.get(node.op_type)
+    extra = [_other(node, value) for value in values[1:]]
+    if node.op_type == "Split":
+        for other in extra:
+            other.kind, other.inputs, other.follow = new.kind, new.inputs, new.follow
+    return [new, *extra]
+
+
+def _other(node: NodeProto, value: str) -> Node:
+    return Node("other", [n for n in node.input if n], value, value, node, name=node.op_type)
+
+
+# Layers
+
+
+def _conv(node: NodeProto, new: Node, graph: Graph, sums: dict[str, NodeProto]) -> None:
+    given = attributes(node)
+    new.kind, new.convolution = "layer", True
+    new.transposed = node.op_type == "ConvTranspose"
+    new.axis, new.groups = int(new.transposed), int(given.get("group", 1))
+    new.stride = math.prod(given.get("strides", [1]))
+    new.inputs = list(node.input[:3])
+
+
+def _gemm(node: NodeProto, new: Node, graph: Graph, sums: dict[str, NodeProto]) -> None:
+    given = attributes(node)
+    if given.get("transA", 0) or given.get("alpha", 1.0) != 1.0 or given.get("beta", 1.0) != 1.0:
+        return
+    new.kind, new.axis, new.inputs = "layer", 0 if given.get("transB", 0) else 1, list(node.input[:3])
+
+
+def _matmul(node: NodeProto, new: Node, graph: Graph, sums: dict[str, NodeProto]) -> None:
+    weight = graph.constants.get(node.input[1])
+    if weight is None or weight.ndim != 2:
+        new.kind = "product"
+        return
+    new.kind, new.axis = "layer", 1
+    if new.output in sums:
+        add = sums[new.output]
+        new.inputs.append(added(add, new.output))
+        new.output = new.path = add.output[0]
+
+
+def _recurrent(node: NodeProto, new: Node, graph: Graph, sums: dict[str, NodeProto]) -> None:
+    new.kind, new.axis = "recurrent", 1
+    new.inputs, new.weights = [node.input[0]], [n for n in node.input[1:3] if n in graph.constants]
+    kinds = attributes(node).get("activations", [])
+    new.bounds = (-1.0, 1.0) if not kinds else None
+
+
+_LAYERS: dict[str, Callable[[NodeProto, Node, Graph, dict[str, NodeProto]], None]] = {
+    "Conv": _conv, "ConvTranspose": _conv, "Gemm": _gemm, "MatMul": _matmul,
+    "LSTM": _recurrent, "GRU": _recurrent, "RNN": _recurrent,
+}  # fmt: skip
+
+
+# Functions of one value
+
+
+def _clip(node: NodeProto, graph: Graph) -> tuple[float, float] | None:
+    """Return the ends of a Clip, infinite where there is none, or nothing where they are computed."""
+    ends = [-math.inf, math.inf]
+    for i, name in enumerate(node.input[1:3]):
+        if name:
+            if name not in graph.constants or graph.constants[name].size != 1:
+                return None
+            ends[i] = float(graph.constants[name].reshape(()))
+    return ends[0], ends[1]
+
+
+def _erf(x: Array) -> Array:
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.asarray(0.5 * (1 + np.tanh(0.5 * x)))
+
+
+def _softplus(x: Array) -> Array:
+    return np.logaddexp(0.0, x)
+
+
+def _gelu(x: Array, approximate: str = "none") -> Array:
+    if approximate == "tanh":
+        return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+    return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))))
+
+
+_FUNCTIONS: dict[str, Callable[[Array, dict[str, Any]], Array]] = {
+    "Relu": lambda x, a: np.maximum(x, 0),
+    "LeakyRelu": lambda x, a: np.where(x > 0, x, a.get("alpha", 0.01) * x),
+    "Elu": lambda x, a: np.where(x > 0, x, a.get("alpha", 1.0) * np.expm1(np.minimum(x, 0))),
+    "Celu": lambda x, a: np.maximum(x, 0) + np.minimum(0, a.get("alpha", 1.0) * np.expm1(x / a.get("alpha", 1.0))),
+    "Selu": lambda x, a: (
+        a.get("gamma", 1.05070102214813232421875)
+        * np.where(x > 0, x, a.get("alpha", 1.67326319217681884765625) * np.expm1(np.minimum(x, 0)))
+    ),
+    "ThresholdedRelu": lambda x, a: np.where(x > a.get("alpha", 1.0), x, 0),
+    "Sigmoid": lambda x, a: _sigmoid(x),
+    "HardSigmoid": lambda x, a: np.clip(a.get("alpha", 0.2) * x + a.get("beta", 0.5), 0, 1),
+    "HardSwish": lambda x, a: x * np.clip(x / 6 + 0.5, 0, 1),
+    "Tanh": lambda x, a: np.tanh(x),
+    "Softplus": lambda x, a: _softplus(x),
+    "Softsign": lambda x, a: x / (1 + np.abs(x)),
+    "Mish": lambda x, a: x * np.tanh(_softplus(x)),
+    "Gelu": lambda x, a: _gelu(x, a.get("approximate", b"none").decode()),
+    "Swish": lambda x, a: x * _sigmoid(a.get("alpha", 1.0) * x),
+    "Erf": lambda x, a: _erf(x),
+    "Exp": lambda x, a: np.exp(np.minimum(x, 700)),
+    "Neg": lambda x, a: -x,
+    "Abs": lambda x, a: np.abs(x),
+    "Sqrt": lambda x, a: np.sqrt(np.maximum(x, 0)),
+}  # fmt: skip
+_BOUNDED: dict[str, tuple[float, float]] = {
+    "Sigmoid": (0.0, 1.0), "HardSigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0),
+    "Softsign": (-1.0, 1.0), "Erf": (-1.0, 1.0),
+}  # fmt: skip
+
+
+def _function(node: NodeProto, new: Node, graph: Graph) -> bool:
+    given, function = attributes(node), _FUNCTIONS[node.op_type]
+    new.kind, new.inputs = "function", [node.input[0]]
+    new.function = lambda x: function(x, given)
+    new.bounds = _BOUNDED.get(node.op_type)
+    new.fused, new.homogeneous = node.op_type == "Relu", node.op_type in ("Relu", "LeakyRelu")
+    return True
+
+
+def _clipped(node: NodeProto, new: Node, graph: Graph) -> bool:
+    ends = _clip(node, graph)
+    if ends is None:
+        return False
+    low, high = ends
+    new.kind, new.inputs, new.fused = "function", [node.input[0]], True
+    new.function = lambda x: np.clip(x, low, high)
+    new.bounds = ends if math.isfinite(low) and math.isfinite(high) else None
+    new.name = "clamp"
+    return True
+
+
+def _arithmetic(node: NodeProto, new: Node, graph: Graph) -> bool:
+    new.kind = node.op_type.lower()
+    new.inputs = list(node.input[:2])
+    return True
+
+
+def _power(node: NodeProto, new: Node, graph: Graph) -> bool:
+    exponent = graph.constants.get(node.input[1])
+    if exponent is None or exponent.size != 1:
+        return False
+    power = float(exponent.reshape(()))
+    new.kind, new.inputs = "function", [node.input[0]]
+    new.function = lambda x: np.power(x if power == round(power) else np.maximum(x, 0), power)
+    return True
+
+
+# Normalization
+
+
+def _batch_norm(node: NodeProto, new: Node, graph: Graph) -> bool:
+    if any(name not in graph.constants for name in node.input[1:5]):
+        return False
+    gamma, beta, mean, var = (np.asarray(graph.constants[name], np.float32) for name in node.input[1:5])
+    new.kind, new.inputs = "norm", [node.input[0]]
+    new.norm = Norm(gamma, beta, mean, var, float(attributes(node).get("epsilon", 1e-5)))
+    return True
+
+
+def _standard(node: NodeProto, new: Node, graph: Graph) -> bool:
+    rank = graph.rank(node.input[0])
+    last = node.op_type == "LayerNormalization"
+    axis = int(attributes(node).get("axis", -1)) % max(rank, 1) if last else 1
+    scale = graph.constants.get(node.input[1])
+    shift = graph.constants.get(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+    if scale is None or not rank or (last and axis != rank - 1):
+        return False
+    new.kind, new.inputs = "standard", [node.input[0]]
+    new.name = {"LayerNormalization": "layer norm", "InstanceNormalization": "instance norm"}.get(
+        node.op_type, "group norm"
+    )
+    new.norm = Norm(scale.reshape(-1), np.zeros(scale.size) if shift is None else shift.reshape(-1), axis=axis)
+    return True
+
+
+def _concat(node: NodeProto, new: Node, graph: Graph) -> bool:
+    rank = graph.rank(new.output)
+    new.kind, new.axis = "concat", int(attributes(node).get("axis", 0)) % max(rank, 1)
+    return True
+
+
+_READERS: dict[str, Callable[[NodeProto, Node, Graph], bool]] = {
+    **dict.fromkeys(_FUNCTIONS, _function),
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div"), _arithmetic),
+    "Clip": _clipped,
+    "Pow": _power,
+    "BatchNormalization": _batch_norm,
+    **dict.fromkeys(("LayerNormalization", "InstanceNormalization", "GroupNormalization"), _standard),
+    "Concat": _concat,
+}
+
+
+# What hands values on, and averages
+
+
+def _read_pass(node: NodeProto, new: Node, graph: Graph) -> bool:
+    """Read an operator that hands values on as they are, or averages them."""
+    found = _FOLLOW.get(node.op_type)
+    if (
+        found is None
+        or not node.input
+        or (new.inputs[0] not in graph.floating and new.inputs[0] not in graph.constants)
+    ):
+        return False
+    rank = graph.rank(node.input[0])
+    before, after = graph.shapes.get(node.input[0], ()), graph.shapes.get(new.output, ())
+    given = _Given(attributes(node), list(node.input), graph.constants, rank, before, after)
+    follow = found(given)
+    if follow is None:
+        return False
+    linear = node.op_type == "Resize" and given.attributes.get("mode", b"nearest") != b"nearest"
+    average = node.op_type in ("AveragePool", "GlobalAveragePool", "ReduceMean") or linear
+    new.kind, new.inputs, new.follow = "average" if average else "pass", [node.input[0]], follow
+    return True
+
+
+class _Given:
+    """What is known of a node that hands values on."""
+
+    def __init__(
+        self, given: dict[str, Any], inputs: list[str], constants: Constants, rank: int, before: Shape, after: Shape
+    ) -> None:
+        self.attributes, self.inputs, self.constants = given, inputs, constants
+        self.rank, self.before, self.after = rank, before, after
+
+    def constant(self, index: int) -> Array | None:
+        """Return an input if it is a constant."""
+        return self.constants.get(self.inputs[index]) if len(self.inputs) > index else None
+
+    def dims(self, values: Any) -> list[int]:
+        """Return dimensions counted from the front."""
+        return [int(d) % max(self.rank, 1) for d in np.asarray(values).reshape(-1)]
+
+    @property
+    def spatial(self) -> Follow:
+        """All dimensions but batch and channels are changed."""
+        return except_for(range(2, max(self.rank, 2)))
+
+
+def _reduced(g: _Given) -> Follow | None:
+    axes = g.constant(1) if len(g.inputs) > 1 and g.inputs[1] else g.attributes.get("axes")
+    if axes is None:
+        return lambda d: None
+    return reduced(g.dims(axes), keep=bool(g.attributes.get("keepdims", 1)))
+
+
+def _padded(g: _Given) -> Follow | None:
+    pads, filling = g.constant(1), g.constant(2)
+    mode = g.attributes.get("mode", b"constant")
+    if mode == b"constant" and len(g.inputs) > 2 and g.inputs[2] and (filling is None or bool(np.any(filling))):
+        return None
+    if pads is None:
+        return lambda d: None
+    axes = g.dims(g.constant(3)) if len(g.inputs) > 3 and g.inputs[3] else list(range(len(pads) // 2))
+    return except_for(axes[i % len(axes)] for i, width in enumerate(pads) if width)
+
+
+def _sliced(g: _Given) -> Follow:
+    axes = g.constant(3)
+    return except_for(range(g.rank) if axes is None else g.dims(axes))
+
+
+def _gathered(g: _Given) -> Follow:
+    (axis,) = g.dims([g.attributes.get("axis", 0)])
+    index = g.constant(1)
+    if index is not None and index.ndim == 0:
+        return reduced([axis], keep=False)
+    return except_for([axis]) if index is not None and index.ndim == 1 else (lambda d: None)
+
+
+def _turned(g: _Given) -> Follow:
+    return permuted(g.attributes.get("perm", range(g.rank)[::-1]))
+
+
+def _expanded(g: _Given) -> Follow | None:
+    by = len(g.after) - g.rank
+    return (lambda d: (d + by, 1)) if g.after else None
+
+
+_FOLLOW: dict[str, Callable[[_Given], Follow | None]] = {
+    **dict.fromkeys(("Identity", "Dropout"), lambda g: stays),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), lambda g: reshaped(g.before, g.after)),
+    "Transpose": _turned,
+    **dict.fromkeys(("MaxPool", "GlobalMaxPool", "AveragePool", "GlobalAveragePool", "Resize"), lambda g: g.spatial),
+    "ReduceMean": _reduced,
+    "Slice": _sliced,
+    "Gather": _gathered,
+    "Split": lambda g: except_for(g.dims([g.attributes.get("axis", 0)])),
+    "Expand": _expanded,
+    "Pad": _padded,
+    **dict.fromkeys(("Tile", "DepthToSpace", "SpaceToDepth"), lambda g: lambda d: None),
+}
+"""Where operators that hand values on, or average them, put each dimension."""

@@ -1,0 +1,228 @@
+"""From a graph to a plan: fold, equalize, follow ranges, find the places, and say for each what will happen to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from anybit.errors import RangeError, SpecError
+from anybit.graph.view import Graph, Node, origins
+from anybit.plan.equalize import equalize
+from anybit.plan.fold import fold
+from anybit.plan.moments import Moments, propagate
+from anybit.plan.points import FLOORS, Activation, Bias, Left, Plan, Weight
+from anybit.plan.sites import Sites, ends_of, find_sites
+from anybit.spec import FLOAT, NARROWEST, Range
+
+HELPERS = ("equalize", "bias", "sums", "clip")
+"""What can be done for accuracy without data: see `anybit.prepare`."""
+
+ENDS: dict[str, int] = {"same": NARROWEST, "8-bit": 8, "float": FLOAT}
+"""How the first and the last layer can be treated, and the width that they then never go below."""
+
+Interval = tuple[float, float]
+Ranges = tuple[tuple[int, Range], ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a network is to be quantized; what each means stands in `anybit.prepare`."""
+
+    symmetric: bool = True
+    per_channel: bool = False
+    sigmas: float = 6.0
+    ends: str = "same"
+    helpers: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, *, ends: str, helpers: str | Iterable[str], **others: Any) -> Settings:
+        """Check what the user said."""
+        names = [helpers] if isinstance(helpers, str) else list(helpers)
+        names = list(HELPERS) if names == ["all"] else names
+        if unknown := [name for name in names if name not in HELPERS]:
+            raise SpecError(f"a helper is one of {', '.join(HELPERS)}, or all; got {unknown[0]!r}")
+        if ends not in ENDS:
+            raise SpecError(f"ends is one of {', '.join(ENDS)}; got {ends!r}")
+        return cls(ends=ends, helpers=frozenset(names), **others)
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A plan and where its points are in the graph: constants and values by point, the layer of each bias."""
+
+    plan: Plan
+    places: dict[str, str]
+    layers: dict[str, Node]
+    joined: list[list[str]]
+
+
+def build(graph: Graph, settings: Settings) -> Built:
+    """Run all passes over a graph, which changes with folding and equalizing, and return the plan.
+
+    Activations that no normalization reaches have no range yet.
+    """
+    known = fold(graph)
+    if "equalize" in settings.helpers:
+        equalize(graph, known)
+    moments = propagate(graph, known, n=settings.sigmas)
+    sites = find_sites(graph)
+    floors = _floors(graph, sites, ENDS[settings.ends])
+    places: dict[str, str] = {}
+    points: list[Weight | Activation] = []
+    names: dict[str, str] = {}
+    for place, path in _in_order(graph, sites):
+        point = _point(graph, sites, place, settings, floors.get(place, NARROWEST), moments)
+        name = place if place in sites.weights else _fresh(path, {*places, *graph.constants} - {place})
+        points.append(replace(point, name=name))
+        places[name], names[place] = place, name
+    biases, layers = _biases(graph, sites, names, moments if "bias" in settings.helpers else {})
+    places |= {name: str(graph.bias(layer)) for name, layer in layers.items()}
+    plan = Plan(tuple(points), tuple(biases), tuple(_left(graph)))
+    return Built(plan, places, layers, [[names[value] for value in group] for group in sites.joined])
+
+
+def _in_order(graph: Graph, sites: Sites) -> list[tuple[str, str]]:
+    """Return the places to quantize with what a person calls them; a weight with the layer that uses it first."""
+    position = {node.output: i for i, node in enumerate(graph.nodes)}
+    paths = {node.output: node.path for node in graph.nodes}
+    found = [(position[nodes[0].output], 0, name, name) for name, nodes in sites.weights.items()]
+    for value in dict.fromkeys([*sites.activations, *sites.accumulators]):
+        found.append((position.get(value, -1), 1, value, paths.get(value, value)))
+    return [(place, path) for _, _, place, path in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _fresh(stem: str, taken: set[str]) -> str:
+    """Return a name that a person recognizes, numbered where one module is used often."""
+    name, count = stem, 1
+    while name in taken:
+        count += 1
+        name = f"{stem}:{count}"
+    return name
+
+
+def _point(
+    graph: Graph, sites: Sites, place: str, settings: Settings, floor: int, moments: Mapping[str, Moments]
+) -> Weight | Activation:
+    if place in sites.weights:
+        axis = sites.axis(place)
+        return Weight(
+            place,
+            shape=graph.constants[place].shape,
+            axis=axis if settings.per_channel else None,
+            symmetric=settings.symmetric,
+            floor=floor,
+            sums="sums" in settings.helpers and axis in (0, 1),
+            clip="clip" in settings.helpers,
+            channels=axis or 0,
+            groups=sites.weights[place][0].groups,
+        )
+    kind = "input" if place in graph.inputs else "accumulator" if place in sites.accumulators else "activation"
+    found = moments.get(place)
+    ranges: Ranges = () if found is None else ((FLOAT, _covering(found)),)
+    shape = graph.shapes.get(place, ())
+    # An input itself cannot be rounded in a file, what a node makes of it can.
+    value = f"{place}.input" if kind == "input" else ""
+    return Activation(place, kind, value, shape, ranges, settings.symmetric, max(floor, FLOORS[kind]))
+
+
+def _covering(moments: Moments) -> Range:
+    """Return the one interval that covers every channel's."""
+    return Range(float(moments.low.min()), float(moments.high.max()), moments.source)
+
+
+def _floors(graph: Graph, sites: Sites, floor: int) -> dict[str, int]:
+    """Return the width that the points of the first and last layers do not go below."""
+    outer = ends_of(graph) if floor > NARROWEST else set()
+    return {place: floor for place, nodes in (sites.weights | sites.activations).items() if outer.intersection(nodes)}
+
+
+def _biases(
+    graph: Graph, sites: Sites, names: dict[str, str], moments: Mapping[str, Moments]
+) -> tuple[list[Bias], dict[str, Node]]:
+    makers = graph.makers()
+    found: list[Bias] = []
+    layers: dict[str, Node] = {}
+    for layer in graph.nodes:
+        tensor = graph.bias(layer) if layer.kind == "layer" else None
+        if tensor is None or layer.inputs[1] not in sites.weights:
+            continue
+        sources = [names.get(value) for value, _ in origins(graph, layer.inputs[0], None, makers)]
+        source = sources[0] if sources and None not in sources else None
+        name = _fresh(tensor, set(layers) | set(names.values()))
+        x = moments.get(layer.inputs[0])
+        mean = None if x is None else _input_mean(graph, layer, x)
+        found.append(Bias(name, names[layer.inputs[1]], source or "", mean=mean))
+        layers[name] = layer
+    return found, layers
+
+
+def _input_mean(graph: Graph, layer: Node, x: Moments) -> tuple[float, ...] | None:
+    """Return the mean of each input channel of a layer, if its channels are where the moments have them."""
+    place = 1 if layer.convolution else graph.rank(layer.inputs[0]) - 1
+    weight = graph.constants[layer.inputs[1]]
+    ins = weight.shape[1 - layer.axis] * (layer.groups if layer.axis == 0 else 1)
+    if not x.known or (x.axis is not None and (x.axis != place or len(x.mean) != ins)):
+        return None
+    mean = np.broadcast_to(x.mean, (ins,)) / (layer.stride if layer.transposed else 1)
+    return tuple(mean.astype(np.float32).astype(float).tolist())
+
+
+def _left(graph: Graph) -> list[Left]:
+    return [
+        Left(node.path, f"{node.name} is not known here")
+        for node in graph.nodes
+        if node.kind == "other"
+        and any(name in graph.constants and graph.constants[name].ndim > 1 for name in node.inputs)
+    ]
+
+
+# Ranges
+
+
+def with_inputs(plan: Plan, given: Interval | Mapping[str, Interval] | None) -> Plan:
+    """Return the plan with the intervals that the user gave for the network's inputs."""
+    inputs = [a.name for a in plan.activations if a.kind == "input"]
+    if given is not None and not isinstance(given, Mapping) and not _is_pair(given):
+        raise SpecError(
+            f"input_range is a pair of numbers (low, high), or one by name for several inputs; got {given!r}"
+        )
+    chosen = given if isinstance(given, Mapping) else {} if given is None else dict.fromkeys(inputs, given)
+    for name, interval in chosen.items():
+        if name not in inputs:
+            raise SpecError(f"no input {name!r} feeds a layer; those that do are {', '.join(inputs) or 'none'}")
+        if not _is_pair(interval):
+            raise SpecError(f"the range of input {name!r} is a pair of numbers (low, high); got {interval!r}")
+    return plan.with_ranges(
+        {n: ((FLOAT, Range(float(r[0]), float(r[1]), "given by the user")),) for n, r in chosen.items()}
+    )
+
+
+def _is_pair(value: Any) -> bool:
+    numbers = isinstance(value, tuple | list) and len(value) == 2
+    return numbers and all(isinstance(v, int | float) and not isinstance(v, bool) for v in value)
+
+
+def joined(plan: Plan, groups: Iterable[list[str]]) -> Plan:
+    """Give activations that meet in a concatenation one range, so that they are on one grid there."""
+    points = {a.name: a for a in plan.activations}
+    found: dict[str, Ranges] = {}
+    for group in groups:
+        members = [points[name] for name in group]
+        if not all(member.ranges for member in members):
+            continue
+        own: Ranges = ()
+        for bits in sorted({bits for member in members for bits, _ in member.ranges}):
+            ranges = [r for member in members if (r := member.range_at(bits)) is not None]
+            sources = " | ".join(dict.fromkeys(r.source for r in ranges))
+            own += ((bits, Range(min(r.low for r in ranges), max(r.high for r in ranges), sources)),)
+        found |= dict.fromkeys(group, own)
+    return plan.with_ranges(found)
+
+
+def check_ranges(plan: Plan, *, advice: str) -> None:
+    """Refuse a plan with activations of unknown range; inputs and accumulators may stay in floating point."""
+    if missing := [a.name for a in plan.activations if not a.ranges and a.kind == "activation"]:
+        raise RangeError(f"no normalization tells the range of these points; {advice}", missing)

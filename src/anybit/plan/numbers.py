@@ -1,0 +1,119 @@
+"""Everything at one width: what `Plan.at` returns, and the memory of what was made for widths used before."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from anybit.plan.codes import Codes, RoundedBias, encode, round_bias
+from anybit.plan.grid import Grid
+from anybit.plan.points import Plan, Widths
+from anybit.spec import FLOAT
+
+T = TypeVar("T")
+
+
+class Kept:
+    """What was made for widths used before, up to so many bytes; the least recently used goes first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self._entries: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, (self.limit,)  # a copy starts empty
+
+    def get(self, key: Any, make: Callable[[], T], nbytes: Callable[[T], int]) -> T:
+        """Return what is kept under a key, or make it and keep it; what is larger than all the room is not kept."""
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key][0]  # type: ignore[no-any-return]
+        made = make()  # others may look and make meanwhile
+        size = nbytes(made)
+        if size <= self.limit:
+            self.make_room(size)
+            with self._lock:
+                self.nbytes += size - self._entries.get(key, (None, 0))[1]
+                self._entries[key] = made, size
+        return made
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._entries
+
+    def make_room(self, nbytes: int) -> None:
+        """Drop what was not used for long until so many bytes fit."""
+        with self._lock:
+            while self._entries and self.nbytes + nbytes > self.limit:
+                _, (_, size) = self._entries.popitem(last=False)
+                self.nbytes -= size
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+            self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """A network's numbers at some widths, by the names of its points, each computed when it is asked for.
+
+    Points at 32 bits have none: they stay in floating point.
+    """
+
+    plan: Plan
+    widths: Widths
+    tensors: Mapping[str, npt.NDArray[Any]]
+    kept: Kept
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The weights that are rounded."""
+        return tuple(w.name for w in self.plan.weights if self.widths[w.name] != FLOAT)
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The activations that are rounded."""
+        return tuple(a.name for a in self.plan.activations if self.widths[a.name] != FLOAT)
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """The biases of layers whose weight is rounded."""
+        return tuple(b.name for b in self.plan.biases if self.widths[b.weight] != FLOAT)
+
+    def codes(self, name: str) -> Codes:
+        """Return the codes and scale of a weight."""
+        how, bits = self.plan.weight(name), self.widths[name]
+        array = np.asarray(self.tensors[name], np.float32)
+        return self.kept.get(("codes", name, bits), lambda: encode(array, how, bits), lambda codes: codes.nbytes)
+
+    def grid(self, name: str) -> Grid:
+        """Return the grid of an activation."""
+        bits = self.widths[name]
+        return self.kept.get(("grid", name, bits), lambda: self.plan.activation(name).grid(bits), lambda grid: 64)
+
+    def bias(self, name: str) -> RoundedBias:
+        """Return the bias of a layer: corrected, and in whole units where integer kernels add it."""
+        bias = self.plan.bias(name)
+        width = self.widths.get(bias.input, FLOAT)
+        key = ("bias", name, self.widths[bias.weight], width)
+        return self.kept.get(key, lambda: self._bias(name, width), lambda found: 3 * found.values.nbytes)
+
+    def _bias(self, name: str, width: int) -> RoundedBias:
+        bias = self.plan.bias(name)
+        exact, master = (np.asarray(self.tensors[n], np.float32) for n in (name, bias.weight))
+        mean = None if bias.mean is None else np.asarray(bias.mean, np.float32)
+        source = self.grid(bias.input) if width != FLOAT else None
+        return round_bias(exact, self.plan.weight(bias.weight), self.codes(bias.weight), master, mean, source, width)

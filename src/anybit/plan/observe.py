@@ -1,0 +1,155 @@
+"""Ranges from data: what watches a value over several inputs and then names the range that fits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from anybit.errors import DataError, SpecError
+from anybit.plan.clip import mse_from_histogram, percentile_from_histogram
+from anybit.plan.points import Activation, Plan
+from anybit.spec import FLOAT, NARROWEST, QuantSpec, Range
+
+Array = npt.NDArray[Any]
+
+PERCENTILE = 99.99
+"""How much of a tensor the percentile method covers, by default."""
+
+CLIPPED_WIDTHS = tuple(range(NARROWEST, 9))
+"""Widths for which clipping can be worth it; wider grids cover all values."""
+
+
+class Observer(ABC):
+    """Watches a value over several batches and proposes a range for it."""
+
+    name = "observer"
+
+    @abstractmethod
+    def update(self, x: Array) -> None:
+        """Look at one batch."""
+
+    @abstractmethod
+    def range(self) -> Range:
+        """Return the range that fits all batches seen."""
+
+    def ranges(self, point: Activation) -> dict[int, Range]:
+        """Return a range per width, 32 standing for all that are not named; by default one for all."""
+        return {FLOAT: self.range()}
+
+
+class MinMax(Observer):
+    """The smallest and the largest value seen."""
+
+    name = "min-max"
+
+    def __init__(self) -> None:
+        self.low = float("inf")
+        self.high = -float("inf")
+
+    def update(self, x: Array) -> None:
+        """Look at one batch."""
+        if x.size:
+            self.low, self.high = min(self.low, float(x.min())), max(self.high, float(x.max()))
+
+    def range(self) -> Range:
+        """Return the range that holds everything seen."""
+        if self.low > self.high:
+            raise DataError("calibration saw no data; the loader yields at least one batch")
+        return Range(self.low, self.high, f"calibration, {self.name}")
+
+
+class Histogram(MinMax):
+    """Counts over bins that grow with the values seen: twice as wide, half as many, whenever they do not reach."""
+
+    bins = 4096
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reach = 0.0
+        self.counts = np.zeros(self.bins)
+
+    def update(self, x: Array) -> None:
+        """Look at one batch."""
+        super().update(x)
+        most = max(-self.low, self.high)
+        if self.reach == 0.0:
+            self.reach = most
+        while self.reach < most < np.inf:
+            self.reach *= 2
+            self.counts = np.pad(self.counts.reshape(-1, 2).sum(1), self.bins // 4)
+        if 0.0 < self.reach < np.inf:
+            place = (x.reshape(-1).astype(np.float32, copy=False) + np.float32(self.reach)) * np.float32(
+                self.bins / 2 / self.reach
+            )
+            index = np.clip(place.astype(np.int64), 0, self.bins - 1)
+            self.counts += np.bincount(index, minlength=self.bins)
+
+    @property
+    def edges(self) -> npt.NDArray[np.float64]:
+        """The borders of the bins."""
+        return np.linspace(-self.reach, self.reach, self.bins + 1)
+
+
+class Percentile(Histogram):
+    """The interval that leaves a hundredth of a percent of the values outside, split between both ends."""
+
+    name = "percentile"
+
+    def range(self) -> Range:
+        """Return the range that holds all but the outermost values."""
+        whole = super().range()
+        if self.reach == 0.0:
+            return whole
+        low, high = percentile_from_histogram(self.counts, self.edges, PERCENTILE)
+        low, high = max(low, self.low), min(high, self.high)
+        return Range(min(low, high), high, f"calibration, {self.name} {PERCENTILE:g}")
+
+
+class MeanSquare(Histogram):
+    """For each width the interval with the smallest squared error; from 9 bits on everything seen."""
+
+    name = "mse"
+
+    def ranges(self, point: Activation) -> dict[int, Range]:
+        """Return the range for each width."""
+        ranges = super().ranges(point)
+        if self.reach == 0.0:
+            return ranges
+        source = f"calibration, {self.name}"
+        for bits in CLIPPED_WIDTHS:
+            grid = QuantSpec(bits, point.symmetric, signed=self.low < 0)
+            low, high = mse_from_histogram(self.counts, self.edges, grid)
+            ranges[bits] = Range(max(float(low), self.low), min(float(high), self.high), source)
+        return ranges
+
+
+OBSERVERS: dict[str, type[Observer]] = {"min-max": MinMax, "percentile": Percentile, "mse": MeanSquare}
+"""The ways to set a range from data: add one here."""
+
+
+class Calibration:
+    """Watches the activations of a plan while somebody runs the network."""
+
+    def __init__(self, plan: Plan, method: str) -> None:
+        if method not in OBSERVERS:
+            raise SpecError(f"a calibration method is one of {', '.join(OBSERVERS)}; got {method!r}")
+        given = "given by the user"
+        wanted = [
+            a for a in plan.activations if not (a.kind == "input" and a.ranges and a.ranges[0][1].source == given)
+        ]
+        self.plan, self.points = plan, wanted
+        self.observers = {a.name: OBSERVERS[method]() for a in wanted}
+
+    def update(self, values: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
+        """Look at values by the names of their points."""
+        for name, value in dict(values).items():
+            self.observers[name].update(value)
+
+    def done(self) -> Plan:
+        """Return the plan with the ranges that were found."""
+        found = {a.name: tuple(self.observers[a.name].ranges(a).items()) for a in self.points}
+        return self.plan.with_ranges(found)

@@ -1,0 +1,128 @@
+"""Where a network is quantized: the weights, the values that feed a product, and what convolutions hand to sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from anybit.graph.view import Graph, Node, origins
+
+PRODUCTS = ("layer", "product", "recurrent")
+
+
+@dataclass
+class Sites:
+    """The constants and values to quantize, each with the products that it feeds."""
+
+    weights: dict[str, list[Node]] = field(default_factory=dict)
+    axes: dict[str, set[int | None]] = field(default_factory=dict)
+    """For each weight the dimensions that run over output channels, one for each of its uses."""
+    activations: dict[str, list[Node]] = field(default_factory=dict)
+    accumulators: set[str] = field(default_factory=set)
+    joined: list[list[str]] = field(default_factory=list)
+    """Activations that meet in a concatenation and therefore share one grid."""
+
+    def axis(self, weight: str) -> int | None:
+        """Return the dimension that may get scales of its own, where all uses of a weight agree on one."""
+        axes = self.axes[weight]
+        return next(iter(axes)) if len(axes) == 1 else None
+
+
+def find_sites(graph: Graph) -> Sites:
+    """Return where a network is quantized.
+
+    An activation is taken at the place where its values arise, before pooling by maximum, reshaping and
+    concatenation, so that a value that feeds several layers is quantized once.
+    """
+    sites, makers = Sites(), graph.makers()
+    for node in graph.nodes:
+        if node.kind not in PRODUCTS:
+            continue
+        for operand, axis in _operands(graph, node):
+            found = list(dict.fromkeys(origins(graph, operand, axis, makers)))
+            for origin, own in found:
+                if origin in graph.constants:
+                    if graph.constants[origin].dtype.kind == "f" and graph.constants[origin].size:
+                        sites.weights.setdefault(origin, []).append(node)
+                        sites.axes.setdefault(origin, set()).add(own)
+                elif origin in graph.floating:
+                    sites.activations.setdefault(origin, []).append(node)
+            group = list(dict.fromkeys(origin for origin, _ in found if origin in sites.activations))
+            if len(group) > 1:
+                sites.joined.append(group)
+    sites.joined = _merged(sites.joined)
+    sites.accumulators = set(_accumulators(graph, sites, graph.users()))
+    return sites
+
+
+def _operands(graph: Graph, node: Node) -> Iterator[tuple[str, int | None]]:
+    """Yield what a product multiplies, each with the dimension that survives as output channels, were it a weight."""
+    if node.kind == "recurrent":
+        yield node.inputs[0], None
+        yield from ((weight, node.axis) for weight in node.weights)
+        return
+    for position, operand in enumerate(node.inputs[:2]):
+        if node.kind == "layer":
+            yield operand, node.axis if position else None
+        else:
+            # A batch of matrices has no one dimension for its output channels.
+            yield operand, None if graph.rank(operand) != 2 else position
+
+
+def ends_of(graph: Graph) -> set[Node]:
+    """Return the first and the last products: those with no other product in front of them or behind them."""
+    before = _without_others(graph.nodes, lambda node: [*node.inputs], lambda node: [node.output])
+    behind = _without_others(graph.nodes[::-1], lambda node: [node.output], lambda node: [*node.inputs])
+    return before | behind
+
+
+def _without_others(nodes: Iterable[Node], reads, writes) -> set[Node]:  # type: ignore[no-untyped-def]
+    """Return the products that no other one comes before, going through the nodes in this order."""
+    marked: set[str] = set()
+    found = set()
+    for node in nodes:
+        product = node.kind in PRODUCTS
+        after = any(name in marked for name in reads(node))
+        if product and not after:
+            found.add(node)
+        if product or after:
+            marked.update(writes(node))
+    return found
+
+
+def _merged(groups: list[list[str]]) -> list[list[str]]:
+    """Join the groups that share a value."""
+    merged: list[dict[str, None]] = []
+    for group in groups:
+        new = dict.fromkeys(group)
+        apart = []
+        for other in merged:
+            if new.keys() & other.keys():
+                new = {**other, **new}
+            else:
+                apart.append(other)
+        merged = [*apart, new]
+    return [list(group) for group in merged]
+
+
+def _accumulators(graph: Graph, sites: Sites, users: dict[str, list[Node]]) -> Iterator[str]:
+    """Yield what convolutions leave in memory without feeding a product: the operands of sums and averages.
+
+    An accelerator stores these as integers too, wide enough not to matter.
+    """
+    for layer in graph.nodes:
+        if layer.kind != "layer" or not layer.convolution or layer.transposed:
+            continue
+        tail = layer.output
+        while tail not in sites.activations and tail not in graph.outputs and len(users.get(tail, [])) == 1:
+            (user,) = users[tail]
+            if not (user.kind == "function" and user.fused):
+                break
+            tail = user.output
+        if tail not in sites.activations and not _leaves(graph, tail, users):
+            yield tail
+
+
+def _leaves(graph: Graph, value: str, users: dict[str, list[Node]]) -> bool:
+    """Tell whether a value goes straight out of the network, reshaped at most."""
+    return all(user.kind == "pass" and _leaves(graph, user.output, users) for user in users.get(value, []))

@@ -1,0 +1,1 @@
+"""Execute a plan in PyTorch: `QuantizedNetwork`, with gradients, on any device."""

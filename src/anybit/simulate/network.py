@@ -1,0 +1,222 @@
+"""The simulated network: any width, as often as you like, from one set of weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from anybit.errors import SpecError
+from anybit.graph.from_torch import to_numpy
+from anybit.plan.numbers import Kept, Numbers
+from anybit.plan.points import Plan
+from anybit.plan.text import plan_from_values, plan_to_values
+from anybit.simulate.allocate import Allocation, allocate
+from anybit.simulate.modules import Activation, Weight, executors, on_device
+from anybit.simulate.signature import Signature
+from anybit.spec import FLOAT, Bits, LayerWidths, layer_bits
+
+CACHE_BYTES = 512 * 2**20
+"""How much memory the rounded weights of widths used before may take, so that going back to one costs nothing."""
+
+
+class QuantizedNetwork(nn.Module):
+    """A captured network with a switch for its bit width. `anybit.prepare` makes these.
+
+    The weights in floating point are never changed by `set_bits`: any sequence of widths followed by 32 gives
+    back the original output, bit for bit.
+    """
+
+    def __init__(self, body: fx.GraphModule, plan: Plan, takes: Signature) -> None:
+        super().__init__()
+        self.body = body
+        self._plan, self._takes = plan, takes
+        self._bits = Bits()
+        self._layers: dict[str, Bits] = {}
+        self.folded: dict[str, str] = {}
+        """The batch norm that was folded into each weight, by the path it has in the model."""
+        self._kept = Kept(CACHE_BYTES)
+        self._seen: Tensor | None = None
+        self.eval()
+
+    @property
+    def plan(self) -> Plan:
+        """What is quantized, over which range, and where the range came from."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        """Execute another plan of the same network."""
+        parts = executors(self.body)
+        named = {entry.name: entry for entry in (*plan.points, *plan.biases)}
+        if named.keys() != parts.keys():
+            raise SpecError("this plan has other points than the network; prepare the network it was made for")
+        for name, module in parts.items():
+            module.point = named[name]
+        self._plan = plan
+        self._forget()
+        self.set_bits(weights=self._bits.weights, activations=self._bits.activations, layers=self._layers)
+
+    @property
+    def bits(self) -> Bits:
+        """The widths that the network runs at, apart from layers with widths of their own."""
+        return self._bits
+
+    @property
+    def layers(self) -> dict[str, Bits]:
+        """The layers with widths of their own, as they were given to `set_bits`."""
+        return dict(self._layers)
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The weights in floating point, by the names of their points."""
+        return {name: m.master for name, m in executors(self.body).items() if isinstance(m, Weight)}
+
+    def set_bits(self, *, weights: int, activations: int, layers: LayerWidths | None = None) -> None:
+        """Run at these widths from now on; 32 means floating point.
+
+        Args:
+            weights: The width of every weight.
+            activations: The width of every activation. The input and what convolutions hand to sums never go
+                below 8 bits.
+            layers: Other widths for points whose name matches a pattern, as (weights, activations). A pattern names
+                points as the plan does, or the layer that a weight belongs to; where several match the last one wins.
+
+        Outside of training mode the weights are rounded now, not in the next forward pass.
+        """
+        bits, chosen = Bits(weights, activations), layer_bits(layers)
+        self._plan.widths(bits, chosen)  # refuses patterns that match nothing, before anything changes
+        self._bits, self._layers = bits, chosen
+        self._execute()
+
+    def numbers(self) -> Numbers:
+        """Return everything that the plan says at the current widths: codes, scales, grids, biases."""
+        parts = executors(self.body)
+        masters = {name: m.master for name, m in parts.items() if not isinstance(m, Activation)}
+        return self._plan.at(self._bits, self._layers, tensors=_Arrays(masters), kept=self._kept)
+
+    @torch.no_grad()
+    def _execute(self) -> None:
+        """Put what the plan says at the current widths into the modules."""
+        parts = executors(self.body)
+        if not self.training:
+            marks = self._marks()
+            if self._seen is None or not torch.equal(marks, self._seen):
+                self._kept.clear()
+            self._seen = marks
+        found = self.numbers()
+        for name, module in parts.items():
+            if isinstance(module, Activation):
+                bits = found.widths[name]
+                device = next((p.device for p in self.parameters()), torch.device("cpu"))
+                module.set_grid(None if bits == FLOAT else on_device(found.grid(name), device), bits)
+            elif isinstance(module, Weight):
+                module.bits, module.value = found.widths[name], None
+        if not self.training:
+            self._round(found, parts)
+
+    def _round(self, found: Numbers, parts: dict[str, Any]) -> None:
+        """Put every weight on its grid, and correct the biases that go with them."""
+        masters = {name: parts[name].master for name in found.weights}
+        keys = {name: ("value", name, found.widths[name]) for name in masters}
+        new = sum(m.numel() * 5 for name, m in masters.items() if keys[name] not in self._kept)
+        # Unless as much again fits beside them, nothing else is kept: a part of a network's weights is of no use.
+        self._kept.make_room(new if 2 * new <= self._kept.limit else self._kept.limit)
+
+        def value(name: str) -> Tensor:
+            def make() -> Tensor:
+                return torch.from_numpy(found.codes(name).dequantized()).to(masters[name])
+
+            return self._kept.get(keys[name], make, lambda t: t.numel() * t.element_size())
+
+        large = sorted(masters, key=lambda name: -masters[name].numel())
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy lets others run while it computes
+            for name, made in zip(large, pool.map(value, large), strict=True):
+                parts[name].value = made
+        for name in found.biases:
+            parts[name].set_value(found.bias(name))
+
+    def _marks(self) -> Tensor:
+        """Return a number for each weight and bias that changes with its content, however that was changed."""
+        masters = [m.master for m in executors(self.body).values() if not isinstance(m, Activation)]
+        return torch.stack([_mark(m.detach()) for m in masters]) if masters else torch.zeros(0, dtype=torch.int64)
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._seen = None
+
+    @contextlib.contextmanager
+    def at(self, *, weights: int, activations: int, layers: LayerWidths | None = None) -> Iterator[QuantizedNetwork]:
+        """Run at these widths inside a `with` block, then at the old ones again."""
+        before, apart = self._bits, self._layers
+        self.set_bits(weights=weights, activations=activations, layers=layers)
+        try:
+            yield self
+        finally:
+            self.set_bits(weights=before.weights, activations=before.activations, layers=apart)
+
+    def allocate(self, *, budget: float, loader: Iterable[Any], **options: Any) -> Allocation:
+        """Choose a width for every weight under a budget; see `anybit.simulate.allocate.allocate`."""
+        return allocate(self, budget=budget, loader=loader, **options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network as the original was called in the example, with any sizes that it leaves free."""
+        self._takes.check(args, kwargs)
+        rounded = self._bits.weights != FLOAT or any(b.weights != FLOAT for b in self._layers.values())
+        if rounded and not self.training and (self._seen is None or not torch.equal(self._marks(), self._seen)):
+            self._execute()
+        return self.body(*args, **kwargs)
+
+    def get_extra_state(self) -> Tensor:
+        """Return the plan, so that a state dict holds the ranges: the bytes of its text, which every format stores."""
+        return torch.from_numpy(np.frombuffer(json.dumps(plan_to_values(self._plan)).encode(), np.uint8).copy())
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over the plan of a state dict."""
+        self.plan = plan_from_values(json.loads(bytes(state.cpu().numpy()).decode()), where="the state dict")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedNetwork:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._forget()  # the network moves to another device or dtype
+        self._execute()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedNetwork:
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        with warnings.catch_warnings():
+            # The captured graph's own types warn about each other when copied.
+            warnings.simplefilter("ignore", FutureWarning)
+            new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+
+class _Arrays(dict[str, nn.Parameter]):
+    """Parameters by name that are handed out as float32 arrays, each when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        return to_numpy(super().__getitem__(name)).astype(np.float32, copy=False)
+
+
+COLUMNS = 2**12
+
+
+def _mark(x: Tensor) -> Tensor:
+    """Return a number that changes with the content of a tensor: weighted sums of its bits along rows and columns."""
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    flat = x.contiguous().view(kinds[x.element_size()]).reshape(-1)
+    if flat.dtype != torch.int64 and flat.numel() * flat.element_size() % 8 == 0 and flat.numel():
+        flat = flat.view(torch.int64)  # several entries at a time
+    whole = flat.numel() // COLUMNS * COLUMNS
+    table, rest = flat[:whole].view(-1, COLUMNS), flat[whole:].to(torch.int64)
+    down, across = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)
+    odd = [torch.arange(1, 2 * len(v) + 1, 2, device=x.device) for v in (down, across, rest)]
+    return (down * odd[0]).sum() + 3 * (across * odd[1]).sum() + 7 * (rest * odd[2]).sum()

@@ -1,0 +1,230 @@
+"""`prepare`: capture, plan, and return a network with a width switch that executes the plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from anybit.errors import CaptureError, SpecError
+from anybit.graph.from_torch import FRESH, read_torch, values_of
+from anybit.graph.view import Graph
+from anybit.plan.build import Built, Interval, Settings, build, check_ranges, joined, with_inputs
+from anybit.plan.observe import Calibration
+from anybit.simulate.capture import Example, call_arguments, capture, evaluating, moved_to
+from anybit.simulate.modules import Activation, Bias, Weight, executors
+from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.signature import signature
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+"""Largest difference, relative to the largest output, that folding may make at full precision."""
+
+
+def prepare(
+    model: nn.Module,
+    example_input: Example,
+    *,
+    calibration: Iterable[Any] | None = None,
+    method: str = "min-max",
+    input_range: Interval | Mapping[str, Interval] | None = None,
+    symmetric: bool = True,
+    per_channel: bool = False,
+    sigmas: float = 6.0,
+    ends: Literal["same", "8-bit", "float"] = "same",
+    helpers: str | Iterable[str] = (),
+) -> QuantizedNetwork:
+    """Return a copy of `model` that runs at any bit width; `model` itself stays as it is.
+
+    Args:
+        model: Any module that `torch.export` can follow, on any device.
+        example_input: A tensor, a tuple of positional arguments, or a dict of keyword arguments. Only the shapes
+            matter; the first dimension is the batch, and other sizes stay free where the network allows it.
+        calibration: A loader whose batches set the activation ranges. Without it they come from normalization layers.
+        method: How calibration sets a range: "min-max", "percentile" (99.99 % of the values), or "mse" (the
+            smallest squared error, for each width its own range).
+        input_range: The interval of the network's input, which is then quantized to 8 bits (or more, with wider
+            activations); for several inputs a dict by name. Without it the input stays in floating point unless
+            there is calibration data.
+        symmetric: Grids with zero in the middle (the paper) or fitted to both ends.
+        per_channel: One scale per output channel of a weight instead of one per tensor (the paper).
+        sigmas: How many standard deviations around the mean a range from batch norm covers.
+        ends: How the first and last layers are treated: like the rest ("same", the paper), at 8 bits or more
+            ("8-bit"), or never quantized ("float").
+        helpers: What to do for accuracy without data, one or several of: "equalize" (move scale from channel to
+            channel between layers; the function stays the same), "bias" (take back the shift that rounding causes in
+            each layer's mean), "sums" (round so that the errors of each kernel and channel add up to nearly zero),
+            "clip" (the weight range with the smallest squared error). Or "all".
+
+    Raises:
+        CaptureError: The network cannot be captured; the message names the modules and the reasons.
+        RangeError: Some points are reached by no normalization and there is no calibration data.
+    """
+    settings = Settings.of(ends=ends, helpers=helpers, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas)
+    body = capture(model, example_input)
+    graph = read_torch(body)
+    built = build(graph, settings)
+    _apply_changes(body, graph)
+    _splice(body, graph, built)
+    network = QuantizedNetwork(body, built.plan, signature(body, *call_arguments(example_input)))
+    network.folded = {layer.inputs[1]: norm.path for norm, layer in graph.removed}
+    _check_same(model, network, example_input)
+    plan = with_inputs(built.plan, input_range)
+    if calibration is not None:
+        plan = _calibrated(network, Calibration(plan, method), calibration)
+    check_ranges(plan, advice="pass calibration=loader, a few hundred inputs will do")
+    network.plan = joined(plan, built.joined)
+    return network
+
+
+@torch.no_grad()
+def _apply_changes(body: fx.GraphModule, graph: Graph) -> None:
+    """Bring a captured network into line with what passes did to its view."""
+    like = next(iter(body.parameters()), None)
+    for name in graph.changed:
+        owner, _, last = name.rpartition(".")
+        old = getattr(body.get_submodule(owner), last, None)
+        # A new bias takes after the weight beside it.
+        near = old if isinstance(old, Tensor) else like
+        assert near is not None
+        new = torch.from_numpy(graph.constants[name]).to(near.device, near.dtype)
+        setattr(body.get_submodule(owner), last, nn.Parameter(new, near.requires_grad))
+    for node, layer in graph.removed:
+        node.origin.replace_all_uses_with(layer.origin)
+        norm = node.origin.args[0]
+        body.graph.erase_node(node.origin)
+        body.graph.erase_node(norm)
+    for node in graph.nodes:
+        bias = graph.bias(node) if node.kind == "layer" else None
+        if bias in graph.changed and bias is not None:
+            with body.graph.inserting_before(node.origin):
+                inner = body.graph.get_attr(bias)
+            inner.meta["val"] = getattr(body.get_submodule(bias.rpartition(".")[0]), bias.rpartition(".")[2])
+            node.origin.args = (*node.origin.args[:2], inner, *node.origin.args[3:])
+    body.graph.eliminate_dead_code()
+
+
+def _splice(body: fx.GraphModule, graph: Graph, built: Built) -> None:
+    """Put modules that execute the plan in place of weights and biases and behind activations."""
+    makers = {node.output: node.origin for node in graph.nodes}
+    holders: dict[str, list[fx.Node]] = {}
+    for value, node in values_of(body.graph):
+        holders.setdefault(value, []).append(node)
+    parts: dict[str, Any] = {}
+    for index, point in enumerate(built.plan.points):
+        place = built.places[point.name]
+        if point.kind == "weight":
+            tensor = _attribute(body, place)
+            parts[point.name] = Weight(point, tensor)  # type: ignore[arg-type]
+            for node in holders[place]:
+                _replace(body, node, f"weight_{index}", parts[point.name], (), list(node.users))
+        else:
+            node = makers.get(place) or holders[place][0]
+            parts[point.name] = Activation(point, fresh=node.target in FRESH)  # type: ignore[arg-type]
+            _replace(body, node, f"{point.kind}_{index}", parts[point.name], (node,), list(node.users))
+    shared: dict[int, nn.Parameter] = {}
+    for index, bias in enumerate(built.plan.biases):
+        layer = built.layers[bias.name].origin
+        tensor = _attribute(body, built.places[bias.name])
+        own = shared.setdefault(id(tensor), nn.Parameter(tensor.detach().clone(), tensor.requires_grad))
+        module = Bias(bias, own, parts[bias.weight], parts.get(bias.input))
+        _replace(body, layer.args[2], f"bias_{index}", module, (), [layer])
+    body.graph.eliminate_dead_code()
+    used = {str(node.target) for node in body.graph.nodes if node.op == "get_attr"}
+    for name in {*(name for name, _ in body.named_parameters()), *(name for name, _ in body.named_buffers())}:
+        owner, _, last = name.rpartition(".")
+        if name not in used and not isinstance(body.get_submodule(owner), Weight | Bias):
+            delattr(body.get_submodule(owner), last)  # a module has it now
+    body.delete_all_unused_submodules()
+    body.graph.lint()
+    body.recompile()
+    _detach(body)
+
+
+def _replace(
+    body: fx.GraphModule, node: fx.Node, target: str, module: nn.Module, args: tuple[fx.Node, ...], users: list[fx.Node]
+) -> None:
+    """Let users of a node see what a module makes instead."""
+    body.add_submodule(target, module)
+    with body.graph.inserting_after(node):
+        inner = body.graph.call_module(target, args)
+    inner.meta["val"] = node.meta.get("val")
+    for user in users:
+        user.replace_input_with(node, inner)
+
+
+def _attribute(body: fx.GraphModule, target: str) -> Tensor:
+    owner, _, name = target.rpartition(".")
+    value = getattr(body.get_submodule(owner), name)
+    assert isinstance(value, Tensor)
+    if not bool(torch.isfinite(value).all()):
+        raise SpecError(f"{target} has infinite or NaN entries; a network with such weights cannot be quantized")
+    return value
+
+
+@torch.no_grad()
+def _detach(body: fx.GraphModule) -> None:
+    """Give the network parameters and buffers of its own, so that training the original leaves it alone."""
+    copies: dict[int, Any] = {}
+    for module in body.modules():
+        if isinstance(module, Weight | Bias):
+            continue
+        for name, value in list(module.named_parameters(recurse=False)):
+            copy = copies.setdefault(id(value), nn.Parameter(value.detach().clone(), value.requires_grad))
+            setattr(module, name, copy)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
+
+
+@torch.no_grad()
+def _calibrated(network: QuantizedNetwork, watch: Calibration, loader: Iterable[Any]) -> Any:
+    """Run the loader through the network and return its plan with the ranges that were found.
+
+    The loader yields inputs, or pairs of inputs and targets; inputs are a tensor, a tuple of them, or a dict by name.
+    """
+    watched = [m for n, m in executors(network.body).items() if n in watch.observers]
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    for module in watched:
+        module.calibration = watch
+    try:
+        for batch in _shown(loader):
+            args, kwargs = call_arguments(batch[0] if isinstance(batch, tuple | list) else batch)
+            network(*moved_to(device, args), **moved_to(device, kwargs))
+    finally:
+        for module in watched:
+            module.calibration = None
+    return watch.done()
+
+
+def _shown(loader: Iterable[Any]) -> Iterable[Any]:
+    """Return the loader with a progress bar around it, where somebody can see it."""
+    if not sys.stderr.isatty():
+        return loader
+    from rich.console import Console
+    from rich.progress import track
+
+    total = len(loader) if isinstance(loader, Sized) else None
+    return track(loader, "calibrating", total=total, console=Console(stderr=True), transient=True)
+
+
+@torch.no_grad()
+def _check_same(model: nn.Module, network: QuantizedNetwork, example: Example) -> None:
+    """Refuse a capture that computes something else than the model did."""
+    args, kwargs = call_arguments(example)
+    with evaluating(model):
+        want = torch.utils._pytree.tree_leaves(model(*args, **kwargs))
+    got = torch.utils._pytree.tree_leaves(network(*args, **kwargs))
+    for a, b in zip(want, got, strict=True):
+        if isinstance(a, Tensor) and a.is_floating_point() and a.numel():
+            scale = float(a.abs().max()) or 1.0
+            error = float((a - b).abs().max()) / scale
+            if not error <= TOLERANCE.get(a.dtype, 1e-4):
+                raise CaptureError(
+                    f"the captured network differs from the model by {error:.1e} of its largest output",
+                    [
+                        f"{type(model).__name__}: does its forward pass depend on random numbers, on state, "
+                        "or on the values of its input? Are its weights finite?"
+                    ],
+                )
