@@ -27,6 +27,9 @@ def search(
     tolerance: Annotated[
         float, typer.Option(help="Validation accuracy that a strength may cost, in points.", min=0.0)
     ] = 0.5,
+    finer: Annotated[
+        int, typer.Option(help="How often to halve the step above the winning strength.", min=0, max=6)
+    ] = 0,
     storage: Annotated[
         str, typer.Option(help="Where trials are kept and shared: sqlite:///FILE, or postgresql://USER@HOST/DATABASE.")
     ] = "sqlite:///runs/search.db",
@@ -51,10 +54,8 @@ def search(
         from anybit.train.recipe import load_recipe
         from anybit.train.search import RATIOS, Knob
         from anybit.train.search import search as run
-        from anybit.train.storage import open_store
     plan = load_recipe(recipe)
     knob = Knob(tuple(_words(vary)), tuple(_number(word) for word in _words(values or "")))
-    store = open_store(storage, grace=grace)
     try:
         data = load_dataset(plan.data.name)
         with progress_bars() as start:
@@ -71,7 +72,9 @@ def search(
                 plan,
                 data,
                 knob,
-                storage=store,
+                storage=storage,
+                grace=grace,
+                finer=finer,
                 epochs=epochs,
                 share=share,
                 tolerance=tolerance / 100,
