@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from anybit.analysis.runs import small_run
 from PIL import Image
 from torch import Tensor, nn
 
 import anybit
 from anybit.analysis import insight
-from anybit.analysis.figures.gradient_norms import gradient_norms
-from anybit.analysis.insight import NARROW, WIDTHS, Subject, measure_insight
-from anybit.analysis.runs import small_run
+from anybit.analysis.insight import NARROW, WIDTHS, Subject, gradient_norms, measure_insight
 from anybit.cli import main
 from anybit.data import Batches
 from anybit.errors import DataError, SpecError

@@ -57,7 +57,7 @@ def search(
     plan = load_recipe(recipe)
     knob = Knob(tuple(_words(vary)), tuple(_number(word) for word in _words(values or "")))
     try:
-        data = load_dataset(plan.data.name)
+        data = load_dataset(plan.data.name, code=True)
         with progress_bars() as start:
             advance = start("trials", len(knob.values or RATIOS) + (knob.aim == "strongest"))
 

@@ -85,7 +85,7 @@ def _train(
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     try:
-        data = load_dataset(plan.data.name)
+        data = load_dataset(plan.data.name, code=True)
         ready(1)
         _, results = run(
             plan,
