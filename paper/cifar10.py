@@ -30,7 +30,7 @@ from torch import Tensor
 from anybit.common.files import replacing
 from anybit.data import Dataset, Split
 from anybit.data.base import Augment
-from anybit.errors import DataError
+from anybit.errors import AnybitError, DataError
 
 NAME = "paper.cifar10:load"
 """How recipes call this data set."""
@@ -118,7 +118,7 @@ def download(say: Callable[[str], None] = lambda line: None) -> Path:
             with tarfile.open(folder / name, "r:gz") as archive:
                 arrays = read(archive)
             check(arrays)
-        except (OSError, EOFError, KeyError, ValueError, zlib.error, tarfile.TarError, DataError) as error:
+        except (OSError, EOFError, KeyError, ValueError, zlib.error, tarfile.TarError, AnybitError) as error:
             failures.append(f"{folder / name}: {str(error).partition(chr(10))[0]}")
             say(failures[-1])
             continue
@@ -133,7 +133,7 @@ def download(say: Callable[[str], None] = lambda line: None) -> Path:
 
 def fetch_official(path: Path) -> None:
     """Fetch the authors' archive."""
-    with replacing(path) as beside, urllib.request.urlopen(OFFICIAL, timeout=30) as answer, beside.open("wb") as file:
+    with urllib.request.urlopen(OFFICIAL, timeout=30) as answer, replacing(path) as beside, beside.open("wb") as file:
         shutil.copyfileobj(answer, file)
 
 

@@ -14,7 +14,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 import typer
-from anybit.analysis.figures import (
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import anybit
+from anybit.data import Dataset, load_dataset
+from anybit.errors import CheckpointError, DataError, FileError, SpecError
+from anybit.evaluate.accuracy import kl_divergence, predict
+from anybit.spec import Bits, Row
+from anybit.train.checkpoint import save_checkpoint
+from anybit.train.loop import train
+from anybit.train.recipe import DataRecipe, ModelRecipe, PenaltyRecipe, Recipe
+from paper.figures import (
     balls,
     boundaries,
     divergence,
@@ -23,31 +37,14 @@ from anybit.analysis.figures import (
     gradient_norms,
     noise,
     progression,
+    request,
     sweeps,
 )
-from anybit.analysis.figures.make import FIGURES, kind_of, make_figure
-from anybit.analysis.figures.progression import Curve, Logged
-from anybit.analysis.figures.request import Request
-from anybit.analysis.runs import Run, default_runs, load_runs, recipe_label
-from anybit.cli.figure import figure
-from hypothesis import given
-from hypothesis import strategies as st
-from scipy import stats
-from torch import Tensor, nn
-from typer.testing import CliRunner
-
-from anybit.analysis import runs
-from anybit.data import Dataset, load_dataset
-from anybit.errors import CheckpointError, DataError, FileError, MissingDependency, SpecError
-from anybit.evaluate.accuracy import kl_divergence, predict
-from anybit.evaluate.sweep import sweep
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.points import WeightPoint
-from anybit.report.rows import Summary
-from anybit.spec import Bits, Row
-from anybit.train.checkpoint import save_checkpoint
-from anybit.train.loop import train
-from anybit.train.recipe import DataRecipe, ModelRecipe, PenaltyRecipe, Recipe
+from paper.figures.__main__ import command
+from paper.figures.make import FIGURES, kind_of, make_figure
+from paper.figures.progression import Curve, Logged
+from paper.figures.request import Request
+from paper.runs import Run, default_runs, folded_weights, load_runs, quantized, recipe_label
 
 BASE = Recipe(
     name="base",
@@ -82,18 +79,18 @@ def pair(folder: Path) -> tuple[Path, Path]:
 @pytest.fixture(autouse=True, scope="module")
 def captured_once() -> Iterator[None]:
     """Capture each network once: it is the slow part, and a width set for a while is set back."""
-    kept: dict[Path, QuantizedNetwork] = {}
-    capture = Run.quantized
+    kept: dict[tuple[float, ...], Any] = {}
 
-    def quantized(run: Run, dataset: Dataset) -> QuantizedNetwork:
-        key = run.path.resolve()
+    def once(model: nn.Module, dataset: Dataset) -> Any:
+        key = tuple(float(value.detach().double().sum()) for value in model.parameters())
         if key not in kept:
-            kept[key] = capture(run, dataset)
+            kept[key] = quantized(model, dataset)
         assert kept[key].bits == Bits()
         return kept[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "quantized", quantized)
+        for module in (request, boundaries):
+            patch.setattr(module, "quantized", once)
         yield
 
 
@@ -169,7 +166,7 @@ def test_a_number_that_is_no_figure() -> None:
 
 def test_without_matplotlib_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependency, match=r"a figure needs matplotlib.*pip install 'anybit\[paper\]'"):
+    with pytest.raises(FileError, match=r"a figure needs matplotlib: pip install -r paper/requirements.txt"):
         make_figure(8, tmp_path, Request())
     assert not any(tmp_path.iterdir())
 
@@ -177,15 +174,18 @@ def test_without_matplotlib_the_install_line(tmp_path: Path, monkeypatch: pytest
 def test_drawing_opens_no_window_and_leaves_no_style(tmp_path: Path) -> None:
     code = f"""
 import sys
-from anybit.analysis.figures.make import make_figure
-from anybit.analysis.figures.request import Request
+from paper.figures.make import make_figure
+from paper.figures.request import Request
 assert "matplotlib" not in sys.modules
 make_figure(8, {str(tmp_path)!r}, Request())
 import matplotlib
 assert "matplotlib.pyplot" not in sys.modules
 assert matplotlib.rcParams["font.size"] == matplotlib.rcParamsDefault["font.size"]
 """
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -236,7 +236,7 @@ def test_divergence_is_averaged_over_each_batch(pair: tuple[Path, Path]) -> None
         (label, bits) for label in ("no penalty", "l1 penalty") for bits in ("W8A4", "W6A4", "W4A4", "W3A3")
     ]
     data = load_dataset("digits")
-    net = load_runs(pair)[1].quantized(data)
+    net = quantized(load_runs(pair)[1].model, data)
     with torch.no_grad():
         reference = net(data.test.x[:150])
         with net.at(weights=4, activations=4):
@@ -318,8 +318,8 @@ def test_noise_fills_one_bin_of_each_tensor(bits: int, size: float, seed: int) -
 def test_induced_losses_are_those_of_the_folded_network(pair: tuple[Path, Path]) -> None:
     series = first_order.measure(Request(pair, examples=150, bits=Bits(5, 4), seed=2))
     data = load_dataset("digits")
-    net = load_runs(pair)[0].quantized(data)
-    masters = [p.master for p in net.points if isinstance(p, WeightPoint)]
+    net = quantized(load_runs(pair)[0].model, data)
+    masters = folded_weights(net)
     generator = seeded(2)
     for index, part in enumerate((slice(0, 100), slice(100, 150))):
         shifts = first_order.uniform_noise([m.detach() for m in masters], 5, generator)
@@ -337,9 +337,9 @@ def test_sweeps_are_averaged_over_seeds(folder: Path, pair: tuple[Path, Path]) -
     rows = sweeps.measure(Request((*pair, folder / "base-1"), examples=60))
     assert {(row.label, row.seed) for row in rows} == {("no penalty", 0), ("no penalty", 1), ("l1 penalty", 0)}
     assert {row.n for row in rows} == {60}
-    data = runs.dataset_of(load_runs(pair), examples=60)
-    net = load_runs(pair)[1].quantized(data)
-    (want,) = sweep(net, [(data.test.x, data.test.y)], widths=[(4, 4)])
+    _, data = Request(pair, examples=60).load()
+    net = quantized(load_runs(pair)[1].model, data)
+    (want,) = anybit.sweep(net, [(data.test.x, data.test.y)], widths=[(4, 4)])
     (got,) = [row for row in rows if row.label == "l1 penalty" and (row.weights, row.activations) == (4, 4)]
     assert (got.accuracy, got.n) == (want.accuracy, want.n)
     pairs = {(row.weights, row.activations) for row in rows}
@@ -347,9 +347,8 @@ def test_sweeps_are_averaged_over_seeds(folder: Path, pair: tuple[Path, Path]) -
 
 
 def test_bars_go_from_the_worst_seed_to_the_best() -> None:
-    rows = [Summary("a", Bits(4, 4), mean=0.6, low=0.5, high=0.9, seeds=2)]
-    means, (below, above) = sweeps.bars(rows)
-    assert (means, below, above) == ([60.0], [pytest.approx(10.0)], [pytest.approx(30.0)])
+    means, (below, above) = sweeps.bars([[0.5, 0.9, 0.4]])
+    assert (means, below, above) == ([pytest.approx(60.0)], [pytest.approx(20.0)], [pytest.approx(30.0)])
     rows = [Row("a", seed, w, a, accuracy, 1.0, 9)
             for seed, accuracy in enumerate((0.2, 0.8)) for a in (32, 4) for w in sweeps.WEIGHTS]  # fmt: skip
     with drawing.canvas() as empty:
@@ -401,7 +400,7 @@ def test_the_middle_of_a_plane_is_the_image(folder: Path) -> None:
             assert (len(section.classes), len(section.classes[0])) == (11, 11)
             assert all(0.1 <= value <= 1 for row in section.confidence for value in row)
     assert planes[0].sections[1].network.endswith(", W3A3")
-    net = pair[0].quantized(data)
+    net = quantized(pair[0].model, data)
     with net.at(weights=3, activations=3):
         logits, _ = predict(net, [(data.test.x[[planes[1].example]], data.test.y[[planes[1].example]])])
     confidence, label = logits.softmax(1).max(1)
@@ -425,7 +424,7 @@ def test_a_plane_is_as_large_as_its_middle_allows(typical: float, reach: float) 
 
 
 def test_boundaries_compare_two_runs(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(SpecError, match=r"compares two runs.*got 1"):
+    with pytest.raises(SpecError, match=r"two runs.*got 1"):
         boundaries.measure(Request(pair[:1], examples=10))
 
 
@@ -660,19 +659,20 @@ def test_runs_with_one_label_are_told_apart(folder: Path, pair: tuple[Path, Path
 
 
 def test_only_so_many_test_examples(pair: tuple[Path, Path]) -> None:
-    loaded = load_runs(pair)
-    whole = runs.dataset_of(loaded)
-    few = runs.dataset_of(loaded, examples=7)
+    _, whole = Request(pair).load()
+    _, few = Request(pair, examples=7).load()
     assert (len(whole.test), len(few.test)) == (450, 7)
     assert torch.equal(few.test.x, whole.test.x[:7])
     assert torch.equal(few.test.y, whole.test.y[:7])
-    assert len(runs.dataset_of(loaded, examples=10_000).test) == 450
+    assert len(Request(pair, examples=10_000).load()[1].test) == 450
     with pytest.raises(SpecError, match="one test example or more, got 0"):
         Request(pair, examples=0).load()
-    with pytest.raises(SpecError, match="pass --runs"):
+    with pytest.raises(SpecError, match="--runs DIR once for each; got 0"):
         Request().load()
     with pytest.raises(SpecError, match="pass --runs"):
         progression.measure(Request())
+    with pytest.raises(SpecError, match="two runs, the one without penalty first; got 1"):
+        Request(pair[:1]).load(pair=True)
 
 
 def stored(path: Path, model: nn.Module, **about: Any) -> Path:
@@ -694,13 +694,13 @@ def test_runs_that_cannot_be_compared_or_read(pair: tuple[Path, Path], tmp_path:
 
 
 def test_networks_that_do_not_fit_their_data(pair: tuple[Path, Path]) -> None:
-    run = load_runs(pair)[0]
+    run, data = load_runs(pair)[0], load_dataset("digits")
     odd = nn.Sequential(nn.Flatten(), nn.Linear(10, 10))
     with pytest.raises(DataError, match=r"cannot take the inputs of digits, \(1, 8, 8\)"):
-        runs.dataset_of([dataclasses.replace(run, model=odd)])
+        request._check_fit(dataclasses.replace(run, model=odd), data)
     few = nn.Sequential(nn.Flatten(), nn.Linear(64, 9))
     with pytest.raises(DataError, match="tells 9 classes apart, digits has 10"):
-        runs.dataset_of([run, dataclasses.replace(run, model=few)])
+        request._check_fit(dataclasses.replace(run, model=few), data)
 
 
 def test_a_loaded_run_is_ready_to_predict(pair: tuple[Path, Path]) -> None:
@@ -708,9 +708,6 @@ def test_a_loaded_run_is_ready_to_predict(pair: tuple[Path, Path]) -> None:
     assert isinstance(run, Run)
     assert not run.model.training
     assert (run.label, run.seed, run.data, run.path) == ("l1 penalty", 0, "digits", pair[1])
-    entries = {entry.kind: entry for entry in run.quantized(load_dataset("digits")).plan}
-    assert str(entries["input"].range) == "[0, 1]"
-    assert str(entries["activation"].range).startswith("[0, ")
 
 
 def test_the_table_s_runs_are_the_default(tmp_path: Path) -> None:
@@ -719,10 +716,10 @@ def test_the_table_s_runs_are_the_default(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True)
         path.write_bytes(b"")
 
-    with pytest.raises(FileError, match=r"rows none and l1 here; make them with: anybit reproduce table1.*--runs DIR"):
+    with pytest.raises(FileError, match=r"rows none and l1 here; make them with: make table1.*--runs DIR"):
         default_runs(table=tmp_path)
     make("vgg-like-0", "none")  # the other row is still being trained
-    with pytest.raises(FileError, match="reproduce table1"):
+    with pytest.raises(FileError, match="make table1"):
         default_runs(table=tmp_path)
     for network in ("resnet18-0", "resnet18-1", "vgg-like-1", "vgg-like-2"):
         for row in ("none", "l1", "kurtosis"):
@@ -745,7 +742,7 @@ def test_without_vgg_the_first_network_is_taken(tmp_path: Path) -> None:
 
 def invoke(*words: object) -> tuple[int, str]:
     app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(figure)
+    app.command()(command)
     result = CliRunner().invoke(app, [str(word) for word in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -780,7 +777,7 @@ def test_the_verb_draws_and_names_what_it_wrote(pair: tuple[Path, Path], tmp_pat
 
 def test_the_verb_takes_the_table_s_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileError, match=r"runs/table1-laptop: .*anybit reproduce table1"):
+    with pytest.raises(FileError, match=r"runs/table1-laptop: .*make table1"):
         invoke("6", "--out", "figures")
     for seed in (0, 1):
         network = tmp_path / "runs" / "table1-laptop" / f"vgg-like-{seed}"
@@ -793,7 +790,7 @@ def test_the_verb_takes_the_table_s_runs(folder: Path, tmp_path: Path, monkeypat
 
 
 def test_words_that_make_no_figure(tmp_path: Path) -> None:
-    for words in (["one"], [], ["1", "--examples", "0"], ["1", "--seed", "-1"]):
+    for words in (["one"], ["1", "--examples", "0"], ["1", "--seed", "-1"]):
         assert invoke(*words)[0] == 2
     with pytest.raises(SpecError, match="1 to 8, got 11"):
         invoke("11", "--out", tmp_path)
