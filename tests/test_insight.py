@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from anybit.analysis.runs import small_run
 from PIL import Image
 from torch import Tensor, nn
 
@@ -30,14 +29,15 @@ from anybit.spec import Bits
 from anybit.train.checkpoint import save_checkpoint
 from anybit.train.loop import model_shape
 from anybit.train.recipe import DataRecipe, ModelRecipe, Recipe
+from paper.runs import quantized, small_run
 
 N = 150
 
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
-    run, dataset = small_run()
-    return Subject(run.quantized(dataset), run.model, dataset, "small-0", run.seed)
+    model, dataset = small_run()
+    return Subject(quantized(model, dataset), model, dataset, "small-0", 0)
 
 
 @pytest.fixture(scope="module")

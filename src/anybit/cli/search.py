@@ -45,7 +45,7 @@ def search(
     stopped goes on where it was. Start the same command several times, here or on other machines with the same storage:
     they share the trials, and all end with the same choice.
 
-    Example: anybit search recipes/digits-l1.toml --share 1
+    Example: anybit search digits-l1 --share 1
     """
     with needs_torch("anybit search"):
         from anybit.common.files import write_json
