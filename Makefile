@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale soak docs setup clean
+.PHONY: demo test check table1 table2 figures appendix cifar10 bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale soak docs setup clean
 
 demo: $(READY)
 	@$(BIN)/anybit demo
@@ -18,6 +18,19 @@ check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+# The paper, one command each; what stands in ARGS goes on: make table1 ARGS="--network vgg-like --seeds 0,1,2"
+table1 table2: $(READY)
+	@$(BIN)/python -m paper.table $@ $(ARGS)
+
+figures: $(READY)
+	@$(BIN)/python -m paper.figures $(ARGS)
+
+appendix: $(READY)
+	@for part in $(or $(PART),a b c); do $(BIN)/python -m paper.appendix $$part $(ARGS) || exit; echo; done
+
+cifar10: $(READY)
+	@$(BIN)/python -m paper.cifar10
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/import_time.py
@@ -35,7 +48,7 @@ bench-allocate: $(READY)
 	@$(BIN)/python benchmarks/allocate.py
 
 bench-order: $(READY)
-	@$(BIN)/python benchmarks/order.py
+	@PYTHONPATH=. $(BIN)/python benchmarks/order.py
 
 bench-scale: $(READY)
 	@$(BIN)/python benchmarks/scale.py
@@ -48,11 +61,11 @@ soak: $(READY)
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt paper/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "anybit needs Python 3.11, this is " + sys.version.split()[0] + "; run make with PYTHON=/path/to/python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once; a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -r paper/requirements.txt
 	@touch $(READY)
 
 clean:

@@ -20,8 +20,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from anybit.analysis.table import same_recipe
-from anybit.analysis.table_rows import LAMBDA
 from anybit.common.files import write_json
 from anybit.common.provenance import origin
 from anybit.data import Batches, Dataset, load_dataset
@@ -33,6 +31,8 @@ from anybit.spec import Bits
 from anybit.train.checkpoint import load_model, read_checkpoint
 from anybit.train.loop import train
 from anybit.train.recipe import Recipe, load_recipe
+from paper.rows import LAMBDA
+from paper.tables import same_recipe
 
 CASES = ((0.0, 2), (3e-4, 2), (1e-3, 2), (3e-3, 2), (0.0, 6), (3e-4, 6), (1e-3, 6))
 """Strengths and epochs."""
@@ -80,8 +80,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="results/order.json")
     options = parser.parse_args()
-    console, base = Console(), load_recipe("recipes/laptop/vgg-like-tune.toml")
-    data, results = load_dataset(base.data.name), list[dict[str, Any]]()
+    console, base = Console(), load_recipe("paper/recipes/laptop/vgg-like-tune.toml")
+    data, results = load_dataset(base.data.name, code=True), list[dict[str, Any]]()
     for strength, epochs in CASES:
         row = IN_TABLE.get((strength, epochs))
         name = row or f"l1-{strength:g}-{epochs}-epochs"

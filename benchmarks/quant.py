@@ -150,7 +150,7 @@ def speed(width: float, rounds: int) -> list[Row]:
 
 def write_images(path: Path) -> None:
     """Write the images that every tool gets: some to calibrate with, some to test on."""
-    data = load_dataset("cifar10")
+    data = load_dataset("paper.cifar10:load", code=True)
     tensors = {"calibration": data.train.x[:CALIBRATION], "x": data.test.x[:TEST], "y": data.test.y[:TEST]}
     save_file(
         {name: t.contiguous() for name, t in tensors.items()}, path, {"input_range": json.dumps(data.input_range)}

@@ -4,7 +4,7 @@ Run from the root of a clone after what a page reads has changed:
 
     python docs/fill.py docs/results.md docs/four-bits.md
 
-Blocks run in a folder of their own that has the clone's recipes and results. Commands of the shell are not run.
+Blocks run in a folder of their own that has the clone's paper and results. Commands of the shell are not run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="+", type=Path)
     for page in [path.resolve() for path in parser.parse_args().pages]:
         with tempfile.TemporaryDirectory() as folder:
-            for name in ("recipes", "results"):
+            for name in ("paper", "results"):
                 (Path(folder) / name).symlink_to(Path(name).resolve())
             with contextlib.chdir(folder):
                 text = filled(page.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ from anybit.errors import AnybitError, CaptureError, CheckpointError, FileError,
 from anybit.report.rows import read_rows
 from anybit.train.checkpoint import FORMAT, read_checkpoint
 
-VERBS = [*(verb for verbs in PANELS.values() for verb in verbs), "data"]
+VERBS = [verb for verbs in PANELS.values() for verb in verbs]
 
 RECIPE = """
 name = "tiny"

@@ -42,7 +42,7 @@ from anybit.train.recipe import load_recipe
 
 Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
 
-RECIPES = Path(__file__).parent.parent / "recipes" / "paper"
+RECIPES = Path(__file__).parent.parent / "paper" / "recipes" / "paper"
 COLOURS = {"apple": (220, 40, 40), "leaf": (40, 200, 60), "sea": (30, 60, 210), "stone": (128, 128, 128)}
 """By class: these can be learned in a few steps."""
 TRAIN, TEST = 60, 15
@@ -557,9 +557,7 @@ def test_a_class_that_may_not_be_read(tiny: Path) -> None:
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.npy").write_text("")
-    with pytest.raises(
-        DataError, match=r"mine\.npy': use digits, cifar10, a folder of images, or the path of an \.npz"
-    ):
+    with pytest.raises(DataError, match=r"mine\.npy': use digits, a folder of images, the path of an \.npz"):
         load_dataset(str(tmp_path / "mine.npy"))
     with pytest.raises(DataError, match="no such folder"):
         find_images(tmp_path / "mine.npy")

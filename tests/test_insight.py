@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 import anybit
 from anybit.analysis import insight
-from anybit.analysis.figures.gradient_norms import gradient_norms
-from anybit.analysis.insight import NARROW, WIDTHS, Subject, measure_insight
-from anybit.analysis.runs import small_run
+from anybit.analysis.insight import NARROW, WIDTHS, Subject, gradient_norms, measure_insight
 from anybit.cli import main
 from anybit.data import Batches
 from anybit.errors import DataError, SpecError
@@ -31,14 +29,15 @@ from anybit.spec import Bits
 from anybit.train.checkpoint import save_checkpoint
 from anybit.train.loop import model_shape
 from anybit.train.recipe import DataRecipe, ModelRecipe, Recipe
+from paper.runs import quantized, small_run
 
 N = 150
 
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
-    run, dataset = small_run()
-    return Subject(run.quantized(dataset), run.model, dataset, "small-0", run.seed)
+    model, dataset = small_run()
+    return Subject(quantized(model, dataset), model, dataset, "small-0", 0)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from anybit.models import MODELS
 from anybit.spec import Bits
 from anybit.train.recipe import FLAGSHIP, PenaltyRecipe, Recipe, load_recipe, parse_recipe
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[1] / "src" / "anybit" / "recipes"
 
 GOOD = """
 name = "try"
@@ -85,7 +85,16 @@ def test_every_recipe_of_the_repository_loads_and_names_things_that_exist() -> N
     for path in paths:
         recipe = load_recipe(path)
         assert recipe.model.name in MODELS, path
-        assert recipe.data.name in {*DATASETS, "data/imagenet"} or recipe.data.name.endswith(".npz"), path
+        assert recipe.data.name in DATASETS, path
+
+
+def test_recipes_that_come_with_the_package_go_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("digits-l1") == load_recipe(RECIPES / "digits-l1.toml")
+    Path("digits-l1").write_text(GOOD)  # a file of one's own comes first
+    assert load_recipe("digits-l1") == load_recipe(save(tmp_path, GOOD))
+    with pytest.raises(RecipeError, match="digits-l2: no such file; a recipe in TOML"):
+        load_recipe("digits-l2")
 
 
 def test_the_two_digits_recipes_belong_together() -> None:

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 import torch
 import typer
@@ -37,7 +36,6 @@ from anybit.train.search import (
     track,
     try_value,
 )
-from anybit.train.storage import open_store
 
 TINY = Recipe(
     name="tiny",
@@ -291,22 +289,46 @@ def test_an_interrupted_search_loses_one_trial(
     assert scores.asked[: len(before)] == before
 
 
-def test_a_trial_left_by_an_earlier_version_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = fake(monkeypatch, {0.01: 0.5, 0.03: 0.8, 0.1: 0.6})
-    store = open_store(storage(tmp_path), grace=3)
-    study = optuna.create_study(
-        storage=storage(tmp_path),
-        study_name=study_name(TINY.changed({"epochs": 1}), digits(), RATE.keys),
-        sampler=optuna.samplers.GridSampler({"value": list(RATE.values)}, seed=0),
-        direction="maximize",
+def test_the_step_above_the_winner_is_halved_as_often_as_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knob = Knob(("penalty.kurtosis",), (0.01, 0.1, 1.0))
+    monkeypatch.setattr(module, "try_value", lambda recipe, data, knob, value: 0.9 if value <= 0.2 else 0.5)
+    seen: list[float] = []
+    found = search(
+        TINY, digits(), knob, storage=storage(tmp_path), finer=3, on_trial=lambda value, _: seen.append(value)
     )
-    left = study.ask().suggest_float("value", 0.0, 1e12)  # what a process left that was killed: no sign of life
+    assert seen[4:] == [0.32, 0.18, 0.24]
+    assert (found.chosen, found.at_edge) == (0.18, False)
+    rate = search(TINY, digits(), RATE, storage=storage(tmp_path), finer=3)
+    assert set(rate.accuracies) <= {0.01, 0.03, 0.1, 0.003, 0.001, 0.0003}  # the best of some is not made finer
+
+
+def test_trials_with_other_data_or_other_weights_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = fake(monkeypatch, {0.01: 0.5, 0.03: 0.8, 0.1: 0.6})
     said: list[str] = []
-    found = search(TINY, digits(), RATE, storage=store, share=1.0, say=said.append)
-    assert sorted(scores.asked) == [0.01, 0.03, 0.1]
-    assert scores.asked[-1] == left
-    assert said == [f"waiting for {left:g}, which other workers are trying"]
-    assert found.chosen == 0.03
+
+    def asked(recipe: Recipe, data: Dataset) -> int:
+        scores.asked.clear()
+        search(recipe, data, RATE, storage=storage(tmp_path), share=1.0, say=said.append)
+        return len(scores.asked)
+
+    assert (asked(TINY, digits()), asked(TINY, digits()), said) == (3, 0, [])
+    changed = Split(digits().train.x.clone(), digits().train.y)
+    changed.x[0, 0, 0, 0] += 1
+    assert asked(TINY, dataclasses.replace(digits(), train=changed)) == 3
+    assert len(said) == 1
+    assert "trials of this recipe with other data or other starting weights; they are not used" in said[0]
+    other = Split(digits().validation.x, digits().validation.y.flip(0))
+    assert asked(TINY, dataclasses.replace(digits(), validation=other)) == 3
+    assert asked(TINY, digits()) == 0
+    init = tmp_path / "base" / "model.safetensors"
+    tuned = TINY.changed({"init": str(init)})
+    said.clear()
+    train(TINY, digits(), init.parent)
+    assert (asked(tuned, digits()), asked(tuned, digits()), said) == (3, 0, [])
+    train(TINY.changed({"seed": 1}), digits(), init.parent)
+    assert (asked(tuned, digits()), len(said)) == (3, 1)
 
 
 def test_tracking_is_done_once_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,20 +366,21 @@ def test_where_nothing_was_learned_a_search_warns(tmp_path: Path, monkeypatch: p
     assert not warned(0.2, TINY, "d", knob=Knob(("optimizer.lr",), (0.01, 0.1, 0.3)))  # a rate has no zero
 
 
-def test_other_settings_are_another_study(tmp_path: Path) -> None:
-    name = study_name(TINY, digits(), RATE.keys)
-    assert name == study_name(TINY, digits(), RATE.keys)
+def test_other_settings_are_another_study() -> None:
+    start = torch.nn.Linear(1, 1)
+    name = study_name(TINY, digits(), RATE.keys, start)
+    assert name == study_name(TINY, digits(), RATE.keys, start)
     others = [
-        study_name(TINY.changed({"optimizer.momentum": 0.5}), digits(), RATE.keys),
-        study_name(TINY.changed({"seed": 1}), digits(), RATE.keys),
-        study_name(TINY, part_of(digits(), 0.5), RATE.keys),
-        study_name(TINY, dataclasses.replace(digits(), name="other"), RATE.keys),
-        study_name(TINY, digits(), LAMBDA.keys),
+        study_name(TINY.changed({"optimizer.momentum": 0.5}), digits(), RATE.keys, start),
+        study_name(TINY.changed({"seed": 1}), digits(), RATE.keys, start),
+        study_name(TINY, part_of(digits(), 0.5), RATE.keys, start),
+        study_name(TINY, dataclasses.replace(digits(), name="other"), RATE.keys, start),
+        study_name(TINY, digits(), LAMBDA.keys, start),
+        study_name(TINY, digits(), RATE.keys, torch.nn.Linear(1, 1)),
     ]
-    assert len({name, *others}) == 6
-    # How it is computed changes nothing, and names are those of the searches made before it could be chosen.
-    assert study_name(TINY.changed({"speed.channels_last": True}), digits(), RATE.keys) == name
-    assert name == "tiny optimizer.lr 0cda0b6f"
+    assert len({name, *others}) == 7
+    # How it is computed changes nothing.
+    assert study_name(TINY.changed({"speed.channels_last": True}), digits(), RATE.keys, start) == name
 
 
 # The command

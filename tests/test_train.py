@@ -25,7 +25,7 @@ from anybit.models import build_model
 from anybit.spec import Bits
 from anybit.train.checkpoint import load_model, read_checkpoint
 from anybit.train.clock import Clock, time_running
-from anybit.train.loop import fit, make_optimizer, model_shape, steps_of, train, validate
+from anybit.train.loop import fit, make_optimizer, steps_of, train, validate
 from anybit.train.recipe import (
     FLAGSHIP,
     DataRecipe,
@@ -33,7 +33,6 @@ from anybit.train.recipe import (
     OptimizerRecipe,
     PenaltyRecipe,
     Recipe,
-    load_recipe,
     parse_recipe,
 )
 from anybit.train.schedule import learning_rate
@@ -496,39 +495,6 @@ def test_a_bias_in_front_of_batch_norm_is_written_back_too() -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
         unfold(net, model)
         torch.testing.assert_close(model(x), net(x), rtol=1e-4, atol=1e-5)
-
-
-# The full-size recipes, two steps each on noise
-
-PAPER = sorted((Path(__file__).parents[1] / "recipes" / "paper").glob("*.toml"))
-
-
-@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
-def test_two_steps_of_a_full_size_recipe(path: Path) -> None:
-    recipe = load_recipe(path)
-    assert recipe.model.multiplier == 1.0
-    size, classes = (32, 10) if recipe.data.name == "cifar10" else (64, 1000)
-    split = Split(torch.randn(4, 3, size, size), torch.arange(4))
-    data = Dataset(recipe.data.name, split, split, split, tuple(map(str, range(classes))), (-3.0, 3.0))
-    short = recipe.changed({"epochs": 1, "data.batch": 2, "optimizer.warmup": 0})
-    if path.stem.endswith("-tune"):
-        short = short.changed({"penalty.weight": 1e-4, "penalty.activation": 1e-4, "penalty.kurtosis": 0.1})
-    torch.manual_seed(0)
-    model = build_model(**model_shape(short, data))
-    before = state_of(model)
-    lines: list[dict[str, Any]] = []
-    fit(model, short, data, log=lambda **values: lines.append(values))
-    assert len(lines) == 2
-    assert all(math.isfinite(line["loss"]) for line in lines)
-    after = state_of(model)
-    weights = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
-    assert all(bool(torch.isfinite(after[name]).all()) for name in after)
-    assert not any(torch.equal(before[name], after[name]) for name in weights)
-
-
-def test_there_are_full_size_recipes() -> None:
-    networks = ("imagenet-resnet18", "resnet18", "vgg-like")
-    assert [path.stem for path in PAPER] == [f"{network}-{part}" for network in networks for part in ("base", "tune")]
 
 
 # Several processes

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anybit.data.cifar10 import cache_folder
-
 HERE = Path(__file__).parent
 CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 MAIN = sysconfig.get_path("purelib")
@@ -49,7 +47,8 @@ TOOLS = (
 
 
 def folder_of(requirement: str) -> Path:
-    return cache_folder() / "peers" / requirement.partition("==")[0]
+    cache = os.environ.get("ANYBIT_CACHE") or "~/.cache/anybit"
+    return Path(cache).expanduser() / "peers" / requirement.partition("==")[0]
 
 
 def python_for(tool: Tool) -> Path:

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybit.analysis.figures.first_order import correlation, induced_loss
-from anybit.analysis.figures.gradient_norms import gradient_norms
 from anybit.common.progress import Start, quiet
 from anybit.data import Batches, Dataset, Split
 from anybit.errors import SpecError
@@ -108,6 +106,41 @@ def _counted(values: Iterable[T], advance: Callable[[int], None]) -> Iterator[T]
     for value in values:
         yield value
         advance(1)
+
+
+def gradient_norms(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Return the l1 and the l2 norm of the mean cross-entropy's gradient over all weights to be quantized."""
+    grads = torch.autograd.grad(F.cross_entropy(model(x), y), list(quantizable_weights(model).values()))
+    return (
+        sum(float(grad.abs().sum(dtype=torch.float64)) for grad in grads),
+        sum(float(grad.double().square().sum()) for grad in grads) ** 0.5,
+    )
+
+
+def correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return Pearson's correlation, or 0 where one side does not vary."""
+    x, y = (torch.tensor(values, dtype=torch.float64) for values in (a, b))
+    x, y = x - x.mean(), y - y.mean()
+    lengths = float(torch.linalg.vector_norm(x) * torch.linalg.vector_norm(y))
+    return max(-1.0, min(1.0, float(x @ y) / lengths)) if lengths > 0 else 0.0
+
+
+def induced_loss(
+    network: nn.Module, weights: Sequence[Tensor], shifts: Sequence[Tensor], x: Tensor, y: Tensor
+) -> tuple[float, float]:
+    """Return the predicted and the measured change of the loss of one batch when the weights are shifted."""
+    loss = F.cross_entropy(network(x).double(), y)
+    grads = torch.autograd.grad(loss, list(weights))
+    predicted = sum(float((g.double() * s.double()).sum()) for g, s in zip(grads, shifts, strict=True))
+    before = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight, shift in zip(weights, shifts, strict=True):
+            weight.add_(shift)
+        try:
+            return predicted, float(F.cross_entropy(network(x).double(), y) - loss.detach())
+        finally:
+            for weight, value in zip(weights, before, strict=True):
+                weight.copy_(value)
 
 
 def _first(split: Split, count: int) -> Split:

@@ -26,7 +26,7 @@ def demo(
     with progress_bars() as start:
         ready = start("getting ready", 1)
         with needs_torch("anybit demo"):
-            from anybit.analysis.demo import PENALIZED, PLAIN, run_demo
+            from anybit.demo import PENALIZED, PLAIN, run_demo
         ready(1)
         result = run_demo(out, seeds=range(seeds), start=start)
     if as_json:

@@ -11,14 +11,11 @@ import typer
 from anybit import __version__
 from anybit.cli import (
     adopt,
-    appendix,
     bench,
     data,
     demo,
     export,
-    figure,
     report,
-    reproduce,
     run,
     save,
     search,
@@ -67,6 +64,7 @@ PANELS: dict[str, dict[str, tuple[Callable[..., object], str]]] = {
         "search": (search.search, "Find the strongest penalty that costs nothing."),
         "sweep": (sweep.sweep, "Measure a checkpoint at many widths, without data."),
         "report": (report.report, "Turn measurements into one HTML page."),
+        "data": (data.data, "Say what is in a data set."),
         "save": (save.save, "Write a checkpoint as one ONNX file for every width."),
     },
     "Integrators: somebody else's file, no PyTorch": {
@@ -77,18 +75,12 @@ PANELS: dict[str, dict[str, tuple[Callable[..., object], str]]] = {
         "serve": (serve.serve, "Try a file at every width in the browser."),
         "bench": (bench.bench, "Measure size, memory, speed and accuracy by width."),
     },
-    "Researchers: the paper, from one command each": {
-        "reproduce": (reproduce.reproduce, "The paper's tables beside its own numbers."),
-        "figure": (figure.figure, "A figure of the paper, and the numbers behind it."),
-        "appendix": (appendix.appendix, "An appendix of the paper, checked by numbers."),
-    },
 }
 """The verbs by who needs them, each with what it does in one line."""
 
 for panel, verbs in PANELS.items():
     for name, (function, short) in verbs.items():
         app.command(name=name, short_help=short, rich_help_panel=panel)(function)
-app.add_typer(data.data, name="data", short_help="Fetch data sets.", rich_help_panel=list(PANELS)[-1])
 
 
 def main(argv: list[str] | None = None) -> None:

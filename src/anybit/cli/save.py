@@ -54,7 +54,7 @@ def save(
         ready(1)
         path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
         model, known = load_model(path)
-        dataset = load_dataset(data or str(known.get("data", "")))
+        dataset = load_dataset(data or str(known.get("data", "")), code=data is not None)
         x, y = dataset.test.fitting().tensors()
         test = x.numpy(), y.numpy()
         ready(1)
@@ -94,13 +94,7 @@ def save(
 
 def pixels(data: Dataset) -> dict[str, Any]:
     """Return how a data set's pixels were normalized, for those whose inputs are pictures."""
-    from anybit.data import Lazy, cifar10, folder
-
-    if isinstance(data.test.x, Lazy):
-        return {"input": {"mean": list(folder.MEAN), "std": list(folder.STD)}}
-    if data.name == "cifar10":
-        return {"input": {"mean": list(cifar10.MEAN), "std": list(cifar10.STD)}}
-    return {"input": {"mean": [0.0], "std": [1.0]}} if data.name == "digits" else {}
+    return {} if data.pixels is None else {"input": dict(zip(("mean", "std"), map(list, data.pixels), strict=True))}
 
 
 def accuracies(master: Path, pairs: list[Bits], x: Any, y: Any, *, advance: Callable[[int], None]) -> dict[str, float]:

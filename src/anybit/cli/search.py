@@ -27,6 +27,9 @@ def search(
     tolerance: Annotated[
         float, typer.Option(help="Validation accuracy that a strength may cost, in points.", min=0.0)
     ] = 0.5,
+    finer: Annotated[
+        int, typer.Option(help="How often to halve the step above the winning strength.", min=0, max=6)
+    ] = 0,
     storage: Annotated[
         str, typer.Option(help="Where trials are kept and shared: sqlite:///FILE, or postgresql://USER@HOST/DATABASE.")
     ] = "sqlite:///runs/search.db",
@@ -42,7 +45,7 @@ def search(
     stopped goes on where it was. Start the same command several times, here or on other machines with the same storage:
     they share the trials, and all end with the same choice.
 
-    Example: anybit search recipes/digits-l1.toml --share 1
+    Example: anybit search digits-l1 --share 1
     """
     with needs_torch("anybit search"):
         from anybit.common.files import write_json
@@ -51,12 +54,10 @@ def search(
         from anybit.train.recipe import load_recipe
         from anybit.train.search import RATIOS, Knob
         from anybit.train.search import search as run
-        from anybit.train.storage import open_store
     plan = load_recipe(recipe)
     knob = Knob(tuple(_words(vary)), tuple(_number(word) for word in _words(values or "")))
-    store = open_store(storage, grace=grace)
     try:
-        data = load_dataset(plan.data.name)
+        data = load_dataset(plan.data.name, code=True)
         with progress_bars() as start:
             advance = start("trials", len(knob.values or RATIOS) + (knob.aim == "strongest"))
 
@@ -71,7 +72,9 @@ def search(
                 plan,
                 data,
                 knob,
-                storage=store,
+                storage=storage,
+                grace=grace,
+                finer=finer,
                 epochs=epochs,
                 share=share,
                 tolerance=tolerance / 100,

@@ -88,7 +88,7 @@ def _subject(path: Path, data: str | None, options: dict[str, Any], ready: Advan
     from anybit.train.checkpoint import load_model
 
     model, about = load_model(path)
-    dataset = load_dataset(data or str(about.get("data", "")))
+    dataset = load_dataset(data or str(about.get("data", "")), code=data is not None)
     seed = about.get("seed", 0)
     if not isinstance(seed, int):
         raise CheckpointError(f"{path}: the header has a seed that is no whole number: {seed!r}")

@@ -17,7 +17,9 @@ from anybit.errors import DataError, FileError, RecipeError, SpecError
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe in TOML; recipes/ has some.")],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe in TOML, or digits-base or digits-l1, which come with anybit.")
+    ],
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/NAME-SEED.")] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run was interrupted or killed.")] = False,
@@ -36,7 +38,7 @@ def train(
     The state of the run is saved from time to time, and on ctrl-C (exit code 130) and SIGTERM (143). With --resume it
     goes on from there; on a CPU the weights are the same as without the interruption, bit for bit.
 
-    Example: anybit train recipes/digits-l1.toml --seed 1
+    Example: anybit train digits-base --seed 1
     """
     # Of several processes that torchrun started, one speaks.
     leads = os.environ.get("RANK", "0") == "0"
@@ -85,7 +87,7 @@ def _train(
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     try:
-        data = load_dataset(plan.data.name)
+        data = load_dataset(plan.data.name, code=True)
         ready(1)
         _, results = run(
             plan,

@@ -31,7 +31,7 @@ def commit() -> str:
         return "unknown (not run from a git checkout)"
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "src", "recipes")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "src", "paper")
     except (OSError, subprocess.SubprocessError):
         return "unknown (git did not answer)"
     return head + ("+" if changed else "")

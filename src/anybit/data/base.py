@@ -143,6 +143,8 @@ class Dataset:
     classes: tuple[str, ...]
     input_range: tuple[float, float]
     augment: Augment | ImageAugment | None = None
+    pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    """Of pictures: the mean and the spread by channel that pixels from 0 to 1 were normalized with."""
 
     @property
     def shape(self) -> tuple[int, ...]:

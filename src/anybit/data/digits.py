@@ -24,4 +24,4 @@ def load_digits() -> Dataset:
     parts = (order[:TRAIN], order[TRAIN : TRAIN + VALIDATION], order[TRAIN + VALIDATION :])
     train, validation, test = (Split(x[part], y[part]) for part in parts)
     classes = tuple(str(digit) for digit in range(10))
-    return Dataset("digits", train, validation, test, classes, input_range=(0.0, 1.0), augment=shift(1))
+    return Dataset("digits", train, validation, test, classes, (0.0, 1.0), augment=shift(1), pixels=((0.0,), (1.0,)))

@@ -78,7 +78,16 @@ def load_folder(path: Path, *, resize: int = RESIZE, size: int = SIZE, workers: 
         return Split(Images(path, names, labels, crop=crop, skipped=skipped, workers=workers), labels)
 
     name = path.resolve().name
-    return Dataset(name, split(train), split(validation), split(test), classes, pixel_range(), augment=RandomCrop(size))
+    return Dataset(
+        name,
+        split(train),
+        split(validation),
+        split(test),
+        classes,
+        pixel_range(),
+        augment=RandomCrop(size),
+        pixels=(MEAN, STD),
+    )
 
 
 def usual_workers() -> int:

@@ -15,6 +15,9 @@ from anybit.common.strict import from_mapping
 from anybit.errors import RecipeError, SpecError
 from anybit.spec import Bits
 
+BUNDLED = Path(__file__).parents[1] / "recipes"
+"""The recipes that come with this package."""
+
 
 def _positive(**values: float) -> None:
     for name, value in values.items():
@@ -213,7 +216,13 @@ def parse_recipe(values: dict[str, Any], *, source: str = "recipe") -> Recipe:
 
 
 def load_recipe(path: str | Path, *, penalty: PenaltyRecipe | None = None) -> Recipe:
-    """Read a recipe from a TOML file; one without tables for penalty and quantization gets the `penalty` given here."""
+    """Read a recipe from a TOML file, or one that comes with this package, by its name.
+
+    One without tables for penalty and quantization gets the `penalty` given here.
+    """
+    path = Path(path)
+    if not path.exists() and (own := BUNDLED / f"{path}.toml").is_file():
+        path = own
     text = read_text(path, what="a recipe in TOML", error=RecipeError)
     try:
         values = tomllib.loads(text)

@@ -5,9 +5,10 @@ their product with the penalty is of the order of the loss, and the strongest on
 floating point within a tolerance of that without the penalty. No quantization is looked at. A learning rate wins by
 accuracy: of a straight-through recipe at the widths it trains for.
 
-Every trial is short (one epoch on a fixed part of the training data, unless told otherwise) and is recorded by Optuna
-when it is done, so that a search that was killed goes on with the trial it was in. Several processes that search for
-the same in one storage, on this machine or on several, share the trials and come to the same choice.
+Every trial is short (one epoch on a fixed part of the training data, unless told otherwise) and waits in Optuna's queue
+until a process takes it. Several processes that search for the same in one storage, on this machine or on several,
+share the queue and come to the same choice. A process that is killed stops giving signs of life, and Optuna puts its
+trial back into the queue.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ import dataclasses
 import hashlib
 import json
 import math
-import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,15 +26,14 @@ import torch
 from torch import nn
 
 from anybit.data import Dataset
-from anybit.errors import FileError, NonFiniteError, SpecError
+from anybit.errors import NonFiniteError, SpecError
 from anybit.models import build_model
 from anybit.train.checkpoint import digest_of, load_weights
 from anybit.train.loop import fit, model_shape, validate
 from anybit.train.place import here
 from anybit.train.recipe import Recipe
 from anybit.train.resume import Say, unsaid
-from anybit.train.storage import Store, open_store
-from anybit.train.workers import Work, listed
+from anybit.train.trials import GRACE, Trials
 
 RATIOS = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Of penalty times strength to loss: "the same order of magnitude", one decade either way."""
@@ -232,12 +230,14 @@ def search(
     data: Dataset,
     knob: Knob,
     *,
-    storage: str | Store,
+    storage: str,
     epochs: int = 1,
     share: float = SHARE,
     tolerance: float = TOLERANCE,
+    finer: int = 0,
+    grace: int = GRACE,
     on_trial: Callable[[float, float], None] | None = None,
-    say: Say | None = None,
+    say: Say = unsaid,
 ) -> Found:
     """Try every value of the knob, as far as `storage` does not know it yet, and choose.
 
@@ -250,27 +250,63 @@ def search(
         epochs: Length of a trial.
         share: The part of the training data that a trial sees, always the same.
         tolerance: The accuracy that a strength may cost.
+        finer: How often the step above the winning strength is halved, as the logarithm sees it. The grid has two
+            values to a decade; twice finer it has eight around the winner.
+        grace: Seconds without a sign of life after which another process's trial is taken up; the same for all.
         on_trial: Called with value and accuracy after each trial made here.
         say: Told what is waited for, and what is odd about the search, a sentence at a time.
     """
-    short = recipe.changed({"epochs": epochs})
+    # Each trial would be translated anew, for as long as a small one takes.
+    short = recipe.changed({"epochs": epochs, "speed.compile": False})
     part = part_of(data, share)
-    store = open_store(storage) if isinstance(storage, str) else storage
-    grid = _Grid(short, part, knob, store=store, on_trial=on_trial, say=say or unsaid)
-    tracked = None if knob.values else grid.tracked(data)
+
+    def attempt(value: float) -> float:
+        accuracy = try_value(short, part, knob, value)
+        if on_trial is not None:
+            on_trial(value, accuracy)
+        return accuracy
+
+    name = study_name(short, part, knob.keys, _start(short, part))
+    trials = Trials(name, attempt, storage=storage, grace=grace, say=say)
+    tracked = None
+    if not knob.values:
+        tracked = Tracked(**trials.note("tracked", lambda: dataclasses.asdict(track(short, data, knob))))
     values = knob.values if tracked is None else propose(tracked)
-    if knob.aim == "strongest":
-        values = (0.0, *values)
-    for _ in range(GROWTH + 1):
-        accuracies = grid.run(values)
-        chosen = choose_strongest(accuracies, tolerance) if knob.aim == "strongest" else choose_best(accuracies)
-        further = next_value(accuracies, chosen)
-        if further is None:
-            break
-        values = (*values, further)
+    accuracies, chosen = _tried(trials, knob, values, tolerance, finer)
     if recipe.init is None and not learned(accuracies.get(0.0, 1.0), len(data.classes)):
-        grid.say(NEAR_GUESSING.format(100 * accuracies[0.0]))
+        say(NEAR_GUESSING.format(100 * accuracies[0.0]))
     return Found(knob.keys, knob.aim, chosen, accuracies, tolerance, epochs, share, tracked)
+
+
+def _tried(
+    trials: Trials, knob: Knob, values: tuple[float, ...], tolerance: float, finer: int
+) -> tuple[dict[float, float], float]:
+    """Try the values, then further ones where the winner is at an end, then finer ones; return all, and the winner."""
+    strongest = knob.aim == "strongest"
+    values = (0.0, *values) if strongest else values
+    ways = [next_value] * GROWTH + [value_above] * (finer if strongest else 0)
+    while True:
+        accuracies = trials.run(values)
+        chosen = choose_strongest(accuracies, tolerance) if strongest else choose_best(accuracies)
+        more = None
+        while ways and more is None:
+            more = ways.pop(0)(accuracies, chosen)
+        if more is None:
+            return accuracies, chosen
+        values = (*values, more)
+
+
+def value_above(accuracies: Mapping[float, float], chosen: float) -> float | None:
+    """Return the value half way between the winning strength and the next that was tried, as the logarithm sees it.
+
+    >>> value_above({0.0: 0.9, 0.1: 0.9, 0.3: 0.5}, 0.1), value_above({0.0: 0.9, 0.1: 0.9}, 0.1)
+    (0.17, None)
+    """
+    above = [value for value in accuracies if value > chosen]
+    if not above or chosen <= 0:
+        return None
+    between = float(f"{math.sqrt(chosen * min(above)):.2g}")
+    return between if chosen < between < min(above) else None
 
 
 def learned(accuracy: float, classes: int) -> bool:
@@ -282,87 +318,14 @@ def learned(accuracy: float, classes: int) -> bool:
     return accuracy - 1 / classes >= LEARNED * (1 - 1 / classes)
 
 
-def study_name(recipe: Recipe, data: Dataset, keys: Sequence[str]) -> str:
-    """Return a name that changes with whatever would make old trials stale; how fast they are computed does not."""
+def study_name(recipe: Recipe, data: Dataset, keys: Sequence[str], start: nn.Module) -> str:
+    """Return a name that changes with whatever would make old trials stale; how fast they are computed does not.
+
+    The last word stands for the data and the weights that trials start from, the one before it for the recipe.
+    """
     values = {key: value for key, value in recipe.to_dict().items() if key != "speed"}
-    if (noise := recipe.penalty.noise) in (0.0, 1.0):  # once a switch, and so it is in the names of old studies
-        values["penalty"]["noise"] = bool(noise)
-    about = json.dumps([values, data.name, len(data.train), list(keys)], sort_keys=True)
-    return f"{recipe.name} {'+'.join(keys)} {hashlib.sha256(about.encode()).hexdigest()[:8]}"
-
-
-class _Grid:
-    """The trials of one search, of which this process makes those that it claims first."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        data: Dataset,
-        knob: Knob,
-        *,
-        store: Store,
-        on_trial: Callable[[float, float], None] | None,
-        say: Say,
-    ) -> None:
-        self.recipe, self.data, self.knob, self.on_trial, self.say = recipe, data, knob, on_trial, say
-        self.work = Work(store, study_name(recipe, data, knob.keys))
-        self._said: tuple[float | str, ...] = ()
-        if recipe.init is not None:
-            self._check_start(recipe.init)
-
-    def _check_start(self, init: str) -> None:
-        """Refuse to add to trials that began from other weights, as may be on another machine under the same name."""
-        start = digest_of(_start(self.recipe, self.data).state_dict())
-        known = self.work.note("start")
-        if known is None:
-            self.work.take_note("start", {"digest": start, "host": platform.node()})
-        elif known["digest"] != start:
-            raise FileError(
-                f"{init}: the trials in {self.work.store.url} began from other weights (those on {known['host']}); "
-                "copy that file here to go on with them, or give another storage to search anew"
-            )
-
-    def tracked(self, data: Dataset) -> Tracked:
-        """Return what the grid is proposed from, the same for all: whoever comes first works it out."""
-        while (known := self.work.note("tracked")) is None:
-            claim = self.work.claim("tracking", done=lambda: self.work.note("tracked") is not None)
-            if claim is None:
-                self._wait(["tracking"], "loss and penalty, which another worker is tracking")
-                continue
-            with claim:
-                self.work.take_note("tracked", dataclasses.asdict(track(self.recipe, data, self.knob)))
-        return Tracked(**known)
-
-    def run(self, values: Sequence[float]) -> dict[float, float]:
-        """Try what is not known yet and nobody else is trying; return the accuracy of every value."""
-        while missing := [value for value in values if value not in self._accuracies()]:
-            if not any(self._try(value) for value in missing):
-                others = [value for value in missing if value in self.work.running()]
-                self._wait(others, f"{listed(others)}, which other workers are trying" if others else "")
-        accuracies = self._accuracies()
-        return {value: accuracies[value] for value in values}
-
-    def _try(self, value: float) -> bool:
-        """Make one trial, unless somebody else does; return whether it was made here."""
-        claim = self.work.claim(value, done=lambda: value in self._accuracies())
-        if claim is None:
-            return False
-        with claim:
-            if claim.lost is not None:
-                self.say(f"{value:g}: taken up again; {claim.lost} died while trying it")
-            accuracy = try_value(self.recipe, self.data, self.knob, value)
-            if not claim.finish(accuracy):
-                self.say(f"{value:g}: done, but nothing was heard from here for so long that another worker took it up")
-            elif self.on_trial is not None:
-                self.on_trial(value, accuracy)
-        return True
-
-    def _accuracies(self) -> dict[float, float]:
-        return {unit: trial.value for unit, trial in self.work.done().items() if isinstance(unit, float)}
-
-    def _wait(self, units: Sequence[float | str], what: str) -> None:
-        """Wait for others, and say so once."""
-        if what and tuple(units) != self._said:
-            self._said = tuple(units)
-            self.say(f"waiting for {what}")
-        time.sleep(self.work.store.pause)
+    words = [
+        json.dumps([values, data.name, len(data.train), list(keys)], sort_keys=True),
+        json.dumps([data.train.digest(), data.validation.digest(), digest_of(start.state_dict())]),
+    ]
+    return " ".join([recipe.name, "+".join(keys), *(hashlib.sha256(word.encode()).hexdigest()[:8] for word in words)])

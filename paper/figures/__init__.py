@@ -1,0 +1,1 @@
+"""The figures of the paper, each from run folders: one file measures and draws one figure."""

@@ -1,1 +1,0 @@
-"""The paper's figures: each one file with what it measures, as plain numbers, and how they are drawn."""

@@ -1,0 +1,188 @@
+"""The whole way on embedded data: train, fine-tune with and without the penalty, quantize, compare.
+
+Both fine-tuned networks start from the same checkpoint and take the same number of steps over the same batches.
+The strength λ is chosen as in the paper: the strongest that does not hurt full precision, judged on the validation
+split. The test split is read once, for the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anybit.common.progress import Advance, Start, quiet
+from anybit.common.provenance import origin
+from anybit.data import Batches, load_dataset
+from anybit.evaluate.sweep import sweep
+from anybit.models import build_model
+from anybit.quant.prepare import prepare
+from anybit.report.page import write_report
+from anybit.report.rows import RowFile, Summary, summarize, write_rows
+from anybit.spec import FLOAT, Bits, Row
+from anybit.train.checkpoint import load_model
+from anybit.train.loop import fit, model_shape, steps_of, train
+from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
+from anybit.train.side_by_side import SideBySide, one_by_one
+
+PLAIN, PENALIZED = "without penalty", "with l1 penalty"
+
+WIDTHS = (
+    Bits(FLOAT, FLOAT),
+    *(Bits(b, b) for b in range(8, 1, -1)),
+    *(Bits(b, FLOAT) for b in range(8, 1, -1)),
+    *(Bits(FLOAT, b) for b in range(8, 1, -1)),
+)
+STRENGTHS = (0.001, 0.003, 0.006, 0.012)
+TOLERANCE = 0.01
+"""Mean validation accuracy that a strength may cost and still count as harmless: two standard errors of 750 images."""
+
+GUESSING = 0.2
+"""Accuracy below which a classifier of ten digits does little more than guess."""
+
+BASE = Recipe(
+    name="base",
+    epochs=30,
+    model=ModelRecipe("small-conv"),
+    data=DataRecipe("digits", batch=64, augment=False),
+    optimizer=OptimizerRecipe(lr=0.1, weight_decay=5e-4),
+)
+TUNE = dataclasses.replace(BASE, name="tune", epochs=12, optimizer=OptimizerRecipe(lr=0.02, weight_decay=1e-4))
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo measured, and which strength it chose by which validation accuracies."""
+
+    file: RowFile
+    strength: float
+    validation: dict[float, float]
+
+    @property
+    def summaries(self) -> list[Summary]:
+        """Mean and spread over seeds."""
+        return summarize(self.file.rows)
+
+
+def choose_strength(validation: dict[float, float], *, tolerance: float = TOLERANCE) -> float:
+    """Return the strongest λ whose validation accuracy is within `tolerance` of that of λ = 0.
+
+    >>> choose_strength({0.0: 0.98, 0.01: 0.979, 0.1: 0.9})
+    0.01
+    """
+    floor = validation[0.0] - tolerance
+    return max(strength for strength, accuracy in validation.items() if accuracy >= floor)
+
+
+def run_demo(
+    folder: str | Path = "runs/demo",
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    start: Start = quiet,
+    workers: int | None = None,
+) -> DemoResult:
+    """Train, choose λ, sweep, and write `rows.json`, `report.html` and the checkpoints to `folder`.
+
+    The networks are so small that several run side by side, one core each; `workers=1` keeps all in this process.
+    """
+    folder = Path(folder)
+    data = load_dataset("digits")
+    workers = workers or min(len(seeds), os.cpu_count() or 1)
+    bases = [(dataclasses.replace(BASE, seed=seed), folder / f"base-{seed}") for seed in seeds]
+    strengths = (0.0, *STRENGTHS)
+    tuned = [(_tuned(value, seed, folder), _folder(folder, value, seed)) for value in strengths for seed in seeds]
+    with contextlib.ExitStack() as stack:
+        run = one_by_one
+        if workers > 1:
+            run = stack.enter_context(SideBySide(workers, jobs=len(tuned))).run
+            run(_warm_up, [()] * workers, start("starting processes", workers))
+        run(_train, bases, start("base networks", len(bases) * steps_of(BASE, data)))
+        scores = run(_train, tuned, start("fine-tuning", len(tuned) * steps_of(TUNE, data)))
+        grouped = [scores[i : i + len(seeds)] for i in range(0, len(scores), len(seeds))]
+        validation = {value: sum(part) / len(part) for value, part in zip(strengths, grouped, strict=True)}
+        strength = choose_strength(validation)
+        jobs = [
+            (_folder(folder, value, seed), label, seed)
+            for label, value in ((PLAIN, 0.0), (PENALIZED, strength))
+            for seed in seeds
+        ]
+        parts = run(_sweep, jobs, start("sweeping widths", len(jobs) * len(WIDTHS)))
+    rows = [row for part in parts for row in part]
+    notes = describe(rows, strength, validation, seeds)
+    file = RowFile("anybit demo: digits at every width", tuple(rows), {**origin(), **_settings()}, notes)
+    write_rows(folder / "rows.json", file)
+    write_report(file, folder / "report.html")
+    return DemoResult(file, strength, validation)
+
+
+def _warm_up(advance: Advance) -> None:
+    """Take one step: what only the first one loads and sets up does not spoil the time left of the first bar."""
+    data = load_dataset("digits")
+    few = dataclasses.replace(data, train=data.train.first(BASE.data.batch))
+    fit(build_model(**model_shape(BASE, few)), dataclasses.replace(BASE, epochs=1), few)
+    advance(1)
+
+
+def _train(recipe: Recipe, folder: Path, advance: Advance) -> float:
+    """Train a recipe into its folder; return the validation accuracy."""
+    _, results = train(recipe, load_dataset("digits"), folder, progress=advance)
+    return float(results["validation_accuracy"])
+
+
+def _folder(folder: Path, strength: float, seed: int) -> Path:
+    return folder / f"tune-{strength:g}-{seed}"
+
+
+def _tuned(strength: float, seed: int, folder: Path) -> Recipe:
+    return dataclasses.replace(
+        TUNE,
+        seed=seed,
+        init=str(folder / f"base-{seed}" / "model.safetensors"),
+        penalty=PenaltyRecipe(weight=strength, activation=strength),
+    )
+
+
+def _sweep(run: Path, label: str, seed: int, advance: Advance) -> list[Row]:
+    data = load_dataset("digits")
+    model, _ = load_model(run / "model.safetensors")
+    net = prepare(model, data.test.x[:2], input_range=data.input_range)
+    test = Batches(data.test, len(data.test))
+    return sweep(net, test, widths=WIDTHS, label=label, seed=seed, on_row=lambda row: advance(1))
+
+
+def describe(
+    rows: Sequence[Row], strength: float, validation: dict[float, float], seeds: Sequence[int]
+) -> tuple[str, ...]:
+    """Say what was measured, and at which widths the penalty helped, made no difference, or hurt."""
+    found = {(s.label, s.bits): s for s in summarize(rows)}
+    guessing = [b for b in WIDTHS if max(found[PLAIN, b].mean, found[PENALIZED, b].mean) < GUESSING]
+    gains = {
+        bits: 100 * (found[PENALIZED, bits].mean - found[PLAIN, bits].mean) for bits in WIDTHS if bits not in guessing
+    }
+    tried = ", ".join(f"{s:g}: {100 * a:.1f} %" for s, a in validation.items())
+    return (
+        f"Measured on {rows[0].n} test digits, {len(seeds)} seeds. Both networks were fine-tuned from the same "
+        f"checkpoint for the same number of steps; the only difference is the gradient l1 penalty, λ = {strength:g}.",
+        f"λ is the strongest tried whose mean validation accuracy in floating point stayed within "
+        f"{100 * TOLERANCE:g} point of that without penalty ({tried}).",
+        f"The penalty helped by half a point or more at: {_names(gains, lambda g: g >= 0.5)}. "
+        f"It made less than half a point of difference at: {_names(gains, lambda g: abs(g) < 0.5)}. "
+        f"It did harm of half a point or more at: {_names(gains, lambda g: g <= -0.5)}. "
+        f"Both networks do little more than guess at: {', '.join(map(str, guessing)) or 'no width'}.",
+    )
+
+
+def _names(gains: dict[Bits, float], wanted: Callable[[float], bool]) -> str:
+    return ", ".join(str(bits) for bits, gain in gains.items() if wanted(gain)) or "no width"
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "base": BASE.to_dict(),
+        "tune": TUNE.to_dict(),
+        "strengths": list(STRENGTHS),
+    }
