@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anybit.report.insight import Insight, Layer, read_insight, write_insight
+from anybit.report.measured import Measured
 from browser import Opened, chromium_or_skip, open_page
 from test_report import FILE, HOSTILE, INSIGHT, run_folder
 
 from anybit.cli import main
+from anybit.pages.page import write_report
+from anybit.pages.rows import RowFile, read_rows, write_rows
 from anybit.policy import Chooser, Reading, battery
-from anybit.report.insight import Insight, Layer, read_insight, write_insight
-from anybit.report.measured import Measured
-from anybit.report.page import write_report
-from anybit.report.rows import RowFile, read_rows, write_rows
 from anybit.spec import Bits, Row
 
 RECIPE = """

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from anybit.analysis import demo
-from anybit.analysis.side_by_side import SideBySide, one_by_one
 from anybit.common.progress import Advance
-from anybit.report.rows import read_rows
+from anybit.pages.rows import read_rows
 from anybit.spec import Row
 from anybit.train.checkpoint import load_model
+from anybit.train.side_by_side import SideBySide, one_by_one
 
 
 @pytest.fixture

@@ -41,9 +41,9 @@ from anybit.data import Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, FileError, MissingDependency, SpecError
 from anybit.evaluate.accuracy import kl_divergence, predict
 from anybit.evaluate.sweep import sweep
+from anybit.pages.rows import Summary
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.points import WeightPoint
-from anybit.report.rows import Summary
 from anybit.spec import Bits, Row
 from anybit.train.checkpoint import save_checkpoint
 from anybit.train.loop import train

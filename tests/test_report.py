@@ -10,12 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
-
-from anybit.cli import main
-from anybit.errors import FileError, MissingDependency, SpecError
-from anybit.policy import BATTERY, Chooser, Reading, battery
 from anybit.report import insight, page
 from anybit.report.curves import POINTS, read_curves
 from anybit.report.insight import (
@@ -31,7 +25,13 @@ from anybit.report.insight import (
     write_insight,
 )
 from anybit.report.measured import ALONE, Measured, group_seeds, measured
-from anybit.report.rows import FORMAT, RowFile, read_rows, summarize, write_rows
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from anybit.cli import main
+from anybit.errors import FileError, MissingDependency, SpecError
+from anybit.pages.rows import FORMAT, RowFile, read_rows, summarize, write_rows
+from anybit.policy import BATTERY, Chooser, Reading, battery
 from anybit.spec import Bits, Row
 
 ROWS = tuple(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from anybit.analysis.side_by_side import SideBySide, one_by_one
 from anybit.common.progress import Advance
 from anybit.errors import AnybitError, DataError
+from anybit.train.side_by_side import SideBySide, one_by_one
 
 
 def count(steps: int, result: str, advance: Advance) -> tuple[str, int]:
@@ -99,7 +99,7 @@ def test_ctrl_c_and_a_kill_leave_no_process_behind(tmp_path: Path, end: signal.S
 import signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
-from anybit.analysis.side_by_side import SideBySide
+from anybit.train.side_by_side import SideBySide
 from test_side_by_side import endless
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)

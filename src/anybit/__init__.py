@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from anybit.objectives.kurtosis import KurtosisPenalty
     from anybit.objectives.noise import UniformNoise
     from anybit.objectives.orthogonal import OrthogonalPenalty
+    from anybit.pages.page import report
     from anybit.quant.lower import save
     from anybit.quant.prepare import prepare
 
@@ -48,6 +49,7 @@ __all__ = [
     "export",
     "load",
     "prepare",
+    "report",
     "save",
     "sweep",
 ]
@@ -60,6 +62,7 @@ _ON_FIRST_USE = {
     "export": ("anybit.artifact.export", ""),
     "load": ("anybit.artifact.session", ""),
     "prepare": ("anybit.quant.prepare", "torch"),
+    "report": ("anybit.pages.page", ""),
     "save": ("anybit.quant.lower", "torch"),
     "sweep": ("anybit.evaluate.sweep", "torch"),
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from anybit.analysis.figures.drawing import COLORS, LINES, MARKERS
 from anybit.analysis.figures.request import Request
 from anybit.evaluate.sweep import sweep
-from anybit.report.rows import Summary, summarize
+from anybit.pages.rows import Summary, summarize
 from anybit.spec import FLOAT, Bits, Row
 
 if TYPE_CHECKING:
