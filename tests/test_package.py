@@ -97,15 +97,15 @@ def test_without_torch_the_light_half_works() -> None:
     assert done.stdout == "W4A8 QuantSpec(bits=4, symmetric=True, signed=True, axis=None)\n"
 
 
-RUNTIME = {"export", "load"}
+RUNTIME = {"export", "load", "report"}
 """Public names that load on first use, but need no PyTorch."""
 
 
 def test_without_torch_the_runtime_is_there() -> None:
     done = python(
-        WITHOUT.format(names=["torch"]) + "import anybit; print(anybit.load.__name__, anybit.export.__name__)"
+        WITHOUT.format(names=["torch"]) + "import anybit; print(anybit.load.__name__, anybit.export.__name__, anybit.report.__name__)"
     )
-    assert (done.stdout, done.stderr) == ("load export\n", "")
+    assert (done.stdout, done.stderr) == ("load export report\n", "")
 
 
 @pytest.mark.parametrize("name", sorted(set(anybit._ON_FIRST_USE) - RUNTIME))

@@ -15,7 +15,7 @@ LOOKS = 6
 """Colours, dashes and marks before they come again."""
 
 MARKS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "M-4-4h8v8h-8z", "M0-5.5L5.5 0L0 5.5L-5.5 0z", "M0-5L5 4H-5z")
-STRONG = 60
+STRONG = 65
 """The share of a heat map's colour from which on its ink is that of the page's ground."""
 
 MAIN = ("weights and activations", "weights only", "activations only")
@@ -63,8 +63,8 @@ def bars(results: Results, bits: Bits, *, hidden: bool) -> str:
 
 
 def tone(points: float) -> str:
-    """Return the class of a difference: better, worse, or neither at one decimal."""
-    return "" if abs(points) < 0.05 else "better" if points > 0 else "worse"
+    """Return the class of a difference: better or worse by half a point, or neither."""
+    return "" if abs(points) < 0.5 else "better" if points > 0 else "worse"
 
 
 def family(bits: Bits) -> str:
@@ -155,20 +155,20 @@ def _cell(bits: Bits, value: float | None, most: float, difference: bool) -> str
 
 
 def has_grid(pairs: Iterable[Bits]) -> bool:
-    """Tell whether pairs of different widths were measured, enough of them for a map.
+    """Tell whether more than half of all pairs of these widths were measured: enough for a map.
 
     >>> has_grid([Bits(8, 8), Bits(4, 4)]), has_grid([Bits(8, 8), Bits(8, 4), Bits(4, 8), Bits(4, 4)])
     (False, True)
     """
     pairs = list(pairs)
     rows, columns = {bits.weights for bits in pairs}, {bits.activations for bits in pairs}
-    return min(len(rows), len(columns)) > 1 and 2 * len(pairs) >= len(rows) * len(columns)
+    return min(len(rows), len(columns)) > 1 and 2 * len(pairs) > len(rows) * len(columns)
 
 
 def numbers(results: Results, pairs: Sequence[Bits]) -> str:
     """Return the table: widths, every run, and by how much the others differ from the first one."""
     first, *others = results.labels
-    heads = [*results.labels, "difference"] if len(others) == 1 else list(results.labels)
+    heads = [*results.labels, "differ\u00adence"] if len(others) == 1 else list(results.labels)
     lines = [f"<tr><th>widths</th>{''.join(f'<th scope=col>{html.escape(name)}</th>' for name in heads)}</tr>"]
     for bits in pairs:
         cells = []

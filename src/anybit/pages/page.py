@@ -134,11 +134,15 @@ def _charts(found: Results, grid: bool) -> str:
 
 def _maps(found: Results) -> str:
     first, *others = found.labels
-    pairs = found.pairs
-    most = max((abs(gap[0]) for gap in found.gaps(pairs)), default=0.0)
+    most = max((abs(gap[0]) for gap in found.gaps(found.pairs)), default=0.0)
     made = [
-        draw.heat(f"{o} minus {first}, points", {b: found.points(o, b) for b in pairs}, most=most, difference=True)
-        for o in others
+        draw.heat(
+            "difference, points" if len(others) == 1 else f"{other} minus {first}, points",
+            {bits: found.points(other, bits) for bits in found.pairs},
+            most=most,
+            difference=True,
+        )
+        for other in others
     ]
     made += [
         draw.heat(f"{label}, %", {b: 100 * s.mean for (o, b), s in found.found.items() if o == label}, most=100.0)
