@@ -103,7 +103,8 @@ RUNTIME = {"export", "load", "report"}
 
 def test_without_torch_the_runtime_is_there() -> None:
     done = python(
-        WITHOUT.format(names=["torch"]) + "import anybit; print(anybit.load.__name__, anybit.export.__name__, anybit.report.__name__)"
+        WITHOUT.format(names=["torch"])
+        + "import anybit; print(anybit.load.__name__, anybit.export.__name__, anybit.report.__name__)"
     )
     assert (done.stdout, done.stderr) == ("load export report\n", "")
 

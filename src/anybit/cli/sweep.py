@@ -25,8 +25,8 @@ def sweep(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the run folder it is in.")],
     widths: Annotated[
         str,
-        typer.Option(help="Pairs of widths, such as 'FP W8A8 W4A8'. Default: every pair of FP and 8 to 2 bits."),
-    ] = "",
+        typer.Option(help="Pairs of widths, such as 'FP W8A8 W4A8', or all: every pair of FP and 8 to 2 bits."),
+    ] = "all",
     data: Annotated[str | None, typer.Option(help="Another data set than the one it was trained on.")] = None,
     per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = False,
     asymmetric: Annotated[bool, typer.Option(help="Grids fitted to both ends of a range.")] = False,
@@ -44,7 +44,7 @@ def sweep(
 
     Example: anybit sweep runs/digits-l1-0 --widths "W8A8 W4A4 W3A8" --helpers all
     """
-    pairs = [Bits.parse(word) for word in widths.split()] or list(GRID)
+    pairs = list(GRID) if widths == "all" else [Bits.parse(word) for word in widths.split()]
     with progress_bars() as start:
         ready = start("getting ready", 3)
         with needs_torch("anybit sweep"):
@@ -69,7 +69,7 @@ def sweep(
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in rows], indent=1))
         return
-    shown = [row for row in rows if widths or target is None or row.weights == row.activations]
+    shown = [row for row in rows if widths != "all" or target is None or row.weights == row.activations]
     console.print(accuracy_table(f"test accuracy in %, {name}, n = {rows[0].n}", summarize(shown)))
     if len(shown) < len(rows):
         text = f"{len(rows)} pairs of widths were measured; anybit report {checkpoint} shows them all"
