@@ -87,11 +87,12 @@ def curves(results: Results, *, main_only: bool) -> list[str]:
         name, width = family(bits), bits.activations if bits.weights == FLOAT else bits.weights
         if name in MAIN or not main_only:
             families.setdefault(name, {})[width] = bits
+    worth = {name: at for name, at in families.items() if len(at) > 1}
     for name in MAIN[1:]:
-        if name in families and Bits() in results.pairs:
-            families[name][FLOAT] = Bits()
-    names = sorted(families, key=lambda name: MAIN.index(name) if name in MAIN else len(MAIN))
-    return [_chart(results, name, dict(sorted(families[name].items()))) for name in names if len(families[name]) > 1]
+        if name in worth and Bits() in results.pairs:
+            worth[name][FLOAT] = Bits()
+    names = sorted(worth, key=lambda name: MAIN.index(name) if name in MAIN else len(MAIN))
+    return [_chart(results, name, dict(sorted(worth[name].items()))) for name in names]
 
 
 def _chart(results: Results, name: str, at: dict[int, Bits]) -> str:
@@ -177,7 +178,8 @@ def numbers(results: Results, pairs: Sequence[Bits]) -> str:
             spread = f"<small>{100 * s.low:.1f} to {100 * s.high:.1f}</small>" if s and s.seeds > 1 else ""
             gap = f'<em class="{tone(points)}">{signed(points)}</em>' if points is not None and label != first else ""
             several = len(others) > 1
-            cells.append(f"<td>{100 * s.mean:.1f}{gap if several else ''}{spread}</td>" if s else "<td></td>")
+            value = f"{100 * s.mean:.1f}{gap if several else ''}{spread}" if s else ""
+            cells.append(f'<td class="many">{value}</td>' if several else f"<td>{value}</td>")
             if label != first and not several:
                 cells.append(f"<td>{gap}</td>")
         lines.append(f'<tr data-bits="{bits}"><th scope="row">{bits}</th>{"".join(cells)}</tr>')
