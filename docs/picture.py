@@ -15,7 +15,7 @@ WIDE, MARGIN = 1010, 12
 
 def take(report: Path, target: Path) -> None:
     """Write what a report shows first, down to its heat maps."""
-    with open_page(report, width=WIDE, height=1400, device_scale_factor=1.6) as opened:
+    with open_page(report, width=WIDE, height=1400, device_scale_factor=1.25) as opened:
         bottom = opened.page.evaluate("document.querySelector('#maps').getBoundingClientRect().bottom")
         clip = {"x": 0, "y": 0, "width": WIDE, "height": bottom + MARGIN}
         opened.page.screenshot(path=str(target), clip=clip)
