@@ -391,6 +391,7 @@ def test_rows_from_python(tmp_path: Path) -> None:
         ({"rows": []}, "at least one row"),
         ({"rows": [ROWS[0], {"accuracy": 1}]}, "takes rows, as anybit.sweep returns them; got {'accuracy': 1}"),
         ({"rows": "rows.json"}, "takes rows, as anybit.sweep returns them; got 'r'"),
+        ({"rows": [*ROWS, ROWS[0]]}, "2 rows are of 'plain', seed 0, at FP; give each run a label of its own"),
         ({"rows": ROWS, "widths": [(4, 4)]}, "measures nothing when it is given rows"),
         ({"rows": ROWS, "label": "a"}, "measures nothing when it is given rows"),
     ],
@@ -443,6 +444,9 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureF
     names = dict.fromkeys(row.label for row in ROWS)
     assert labels_of(text) == [f"{label} ({folder})" for folder in (one, two) for label in names]
     assert "mean of 3 seeds" in text
+    write_rows(one / "again.json", FILE)
+    report(one, one / "again.json", "--out", tmp_path / "same.html")
+    assert f"plain ({one / 'again.json'})" in labels_of((tmp_path / "same.html").read_text())
 
 
 def test_runs_that_differ_in_the_seed_are_one_line_with_a_spread() -> None:

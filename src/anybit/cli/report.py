@@ -31,7 +31,7 @@ def report(
     page = out or Path(os.path.commonpath([path.parent.resolve() for path in paths])) / "report.html"
     if out is None and len(files) == 1:
         page = paths[0].parent / "report.html"
-    write_report(files, page, [str(path.parent) for path in paths])
+    write_report(files, page, [str(path.parent if path.name == "rows.json" else path) for path in paths])
     console.print(str(page), highlight=False, soft_wrap=True)
     if show:
         webbrowser.open(page.resolve().as_uri())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,13 @@ def results(rows: Sequence[Row]) -> Results:
     """Return what rows come to, mean and spread over seeds."""
     if not rows:
         raise SpecError("a report needs at least one row, as anybit.sweep returns them")
+    (most, times), *_ = Counter((row.label, row.seed, row.bits) for row in rows).most_common(1)
+    if times > 1:
+        label, seed, bits = most
+        raise SpecError(
+            f"{times} rows are of {label!r}, seed {seed}, at {bits}; give each run a label of its own, "
+            'as in anybit.sweep(net, loader, label="mine")'
+        )
     found = {(s.label, s.bits): s for s in summarize(rows)}
     labels, pairs = (tuple(dict.fromkeys(key[part] for key in found)) for part in (0, 1))
     return Results(tuple(map(str, labels)), tuple(b for b in pairs if isinstance(b, Bits)), found)

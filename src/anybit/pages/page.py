@@ -83,7 +83,7 @@ def render(files: Sequence[RowFile], names: Sequence[str] = ()) -> str:
     said = message(found)
     grid = draw.has_grid(found.pairs)
     page = Template(_part("page.html")).substitute(
-        title=html.escape(" · ".join(dict.fromkeys(file.title for file in files))),
+        title=html.escape(files[0].title if len(files) == 1 else " and ".join(found.labels)),
         head=html.escape(said.head),
         more=" ".join(f"<span>{html.escape(sentence)}</span>" for sentence in (*said.more, _counts(rows, found))),
         style=_part("page.css"),

@@ -116,6 +116,8 @@ def told_apart(files: Sequence[RowFile], names: Sequence[str]) -> list[Row]:
     ['base', 'base', 'l1-0']
     >>> [row.label for row in told_apart(runs(("base", 0), ("base", 0)), ["here", "there"])]
     ['base (here)', 'base (there)']
+    >>> [row.label for row in told_apart(runs(("net-0", 0), ("net-0", 1), ("net-1", 1)), list("abc"))]
+    ['net-0', 'net-0', 'net-1']
     """
     count = Counter(key for file in files for key in {(row.label, row.seed) for row in file.rows})
     rows = [
@@ -123,8 +125,12 @@ def told_apart(files: Sequence[RowFile], names: Sequence[str]) -> list[Row]:
         for file, name in zip(files, names, strict=True)
         for row in file.rows
     ]
-    stems: dict[str, set[str]] = {}
+    seeds: dict[str, set[int]] = {}
     for row in rows:
-        stems.setdefault(row.label.removesuffix(f"-{row.seed}"), set()).add(row.label)
+        seeds.setdefault(row.label, set()).add(row.seed)
+    stems: dict[str, set[str]] = {}
+    for label, own in seeds.items():
+        if len(own) == 1:  # what has several seeds is a group already
+            stems.setdefault(label.removesuffix(f"-{min(own)}"), set()).add(label)
     shared = {label: stem for stem, labels in stems.items() if len(labels) > 1 for label in labels}
     return [dataclasses.replace(row, label=shared.get(row.label, row.label)) for row in rows]
