@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,8 @@ def test_bars_are_drawn_together_with_the_time_left_and_rows_above_them() -> Non
     for text in ("outer", "4/4", "inner", "2.0/2.0 M", "left", "0:00:0"):
         assert text in drawn
     assert drawn.count("a row\r\n") == 4
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn)
+    assert re.search(r"inner +━+ 2\.0/2\.0 M 0:00:0\d elapsed, 0:00:00 left", plain)  # on one line of 80 characters
     last = drawn.rpartition("outer")[2]
     assert "a row" not in last
 

@@ -8,8 +8,7 @@ import pytest
 
 from anybit import demo
 from anybit.common.progress import Advance
-from anybit.report.rows import read_rows
-from anybit.spec import Row
+from anybit.pages.rows import GRID, read_rows
 from anybit.train.checkpoint import load_model
 from anybit.train.side_by_side import SideBySide, one_by_one
 
@@ -39,10 +38,13 @@ def test_the_whole_way_leaves_rows_checkpoints_and_a_page(tmp_path: Path) -> Non
     result = demo.run_demo(tmp_path, seeds=(0, 1), start=start, workers=1)  # type: ignore[arg-type]
     file = read_rows(tmp_path / "rows.json")
     assert file.rows == result.file.rows
-    assert len(file.rows) == 2 * 2 * len(demo.WIDTHS)
+    assert len(file.rows) == 2 * 2 * len(GRID)
     assert {row.label for row in file.rows} == {demo.PLAIN, demo.PENALIZED}
     assert {row.seed for row in file.rows} == {0, 1}
-    assert (tmp_path / "report.html").stat().st_size > 100_000
+    text = (tmp_path / "report.html").read_text()
+    assert text.count('class="heat"') == 3  # the difference, and each of the two
+    assert len(text) < 300_000
+    assert "missing" not in text
     assert all(total == done for total, done in bars.values())
     assert set(result.validation) == {0.0, 0.001, 0.003}
     for seed in (0, 1):
@@ -74,7 +76,7 @@ def test_side_by_side_gives_the_same_numbers(tmp_path: Path) -> None:
     here = one_by_one(demo._sweep, jobs, advance("here"))
     with SideBySide(2, jobs=2) as processes:
         there = processes.run(demo._sweep, jobs, advance("there"))
-    assert drawn == {"here": 2 * len(demo.WIDTHS), "there": 2 * len(demo.WIDTHS)}
+    assert drawn == {"here": 2 * len(GRID), "there": 2 * len(GRID)}
     assert [[row.accuracy for row in part] for part in here] == [[row.accuracy for row in part] for part in there]
 
 
@@ -84,17 +86,7 @@ def test_the_strongest_harmless_strength_is_chosen() -> None:
     assert demo.choose_strength({0.0: 0.98, 0.1: 0.5}, tolerance=0.01) == 0.0
 
 
-def test_the_text_names_widths_that_were_helped_harmed_or_hopeless() -> None:
-    def row(label: str, bits: demo.Bits, accuracy: float) -> Row:
-        return Row(label, 0, bits.weights, bits.activations, accuracy=accuracy, loss=1.0, n=10)
-
-    scores = {demo.Bits(4, 4): (0.9, 0.95), demo.Bits(3, 3): (0.8, 0.7), demo.Bits(2, 2): (0.1, 0.15)}
-    rows = [
-        row(label, bits, scores.get(bits, (0.99, 0.99))[index])
-        for index, label in enumerate((demo.PLAIN, demo.PENALIZED))
-        for bits in demo.WIDTHS
-    ]
-    text = demo.describe(rows, 0.003, {0.0: 0.98, 0.003: 0.98}, (0,))[-1]
-    assert "helped by half a point or more at: W4A4. " in text
-    assert "harm of half a point or more at: W3A3. " in text
-    assert text.endswith("guess at: W2A2.")
+def test_the_text_says_how_the_strength_was_chosen() -> None:
+    first, second = demo.describe(0.003, {0.0: 0.98, 0.003: 0.975, 0.1: 0.5})
+    assert first.endswith("the only difference is the gradient l1 penalty, λ = 0.003.")
+    assert second.endswith("(0: 98.0 %, 0.003: 97.5 %, 0.1: 50.0 %).")

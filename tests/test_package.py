@@ -66,7 +66,7 @@ def test_the_version_is_that_of_the_installed_package() -> None:
 # What an import brings along
 
 
-@pytest.mark.parametrize("module", ["anybit", "anybit.spec", "anybit.errors", "anybit.cli", "anybit.report.page"])
+@pytest.mark.parametrize("module", ["anybit", "anybit.spec", "anybit.errors", "anybit.cli", "anybit.pages.page"])
 def test_importing_brings_in_nothing_heavy(module: str) -> None:
     done = python(f"import sys, {module}; print([m for m in {HEAVY} if m in sys.modules])")
     assert (done.stdout, done.stderr) == ("[]\n", "")
@@ -97,15 +97,16 @@ def test_without_torch_the_light_half_works() -> None:
     assert done.stdout == "W4A8 QuantSpec(bits=4, symmetric=True, signed=True, axis=None)\n"
 
 
-RUNTIME = {"export", "load"}
+RUNTIME = {"export", "load", "report"}
 """Public names that load on first use, but need no PyTorch."""
 
 
 def test_without_torch_the_runtime_is_there() -> None:
     done = python(
-        WITHOUT.format(names=["torch"]) + "import anybit; print(anybit.load.__name__, anybit.export.__name__)"
+        WITHOUT.format(names=["torch"])
+        + "import anybit; print(anybit.load.__name__, anybit.export.__name__, anybit.report.__name__)"
     )
-    assert (done.stdout, done.stderr) == ("load export\n", "")
+    assert (done.stdout, done.stderr) == ("load export report\n", "")
 
 
 @pytest.mark.parametrize("name", sorted(set(anybit._ON_FIRST_USE) - RUNTIME))
@@ -140,7 +141,7 @@ def test_without_torch_a_report_is_written_all_the_same(tmp_path: Path) -> None:
     code = """
 from pathlib import Path
 from anybit.cli import main
-from anybit.report.rows import RowFile, write_rows
+from anybit.pages.rows import RowFile, write_rows
 from anybit.spec import Row
 rows = tuple(Row("a", 0, b, b, accuracy=0.5, loss=1.0, n=9) for b in (8, 4))
 write_rows(Path(sys.argv[1]), RowFile("t", rows, {}))
@@ -241,10 +242,10 @@ try:
 except ImportError:
     pass
 """
-    now = imports("anybit.report.page", source, at_once=True, package=False)
-    assert now == {"torch.nn", "anybit.report", "anybit.spec", "anybit.train", "anybit.train.loop", "json", "plotly"}
-    assert imports("anybit.report.page", source, at_once=False, package=False) == now | {"numpy", "sklearn"}
-    assert "anybit.spec" in imports("anybit.report", "from .. import spec", at_once=True, package=True)
+    now = imports("anybit.pages.page", source, at_once=True, package=False)
+    assert now == {"torch.nn", "anybit.pages", "anybit.spec", "anybit.train", "anybit.train.loop", "json", "plotly"}
+    assert imports("anybit.pages.page", source, at_once=False, package=False) == now | {"numpy", "sklearn"}
+    assert "anybit.spec" in imports("anybit.pages", "from .. import spec", at_once=True, package=True)
     assert len(MODULES) > 30
 
 
@@ -264,7 +265,7 @@ LIGHT = [
     name
     for name in MODULES
     if inside(
-        name, "anybit.artifact", "anybit.report", "anybit.serve", "anybit.rounding", "anybit.spec", "anybit.errors"
+        name, "anybit.artifact", "anybit.pages", "anybit.serve", "anybit.rounding", "anybit.spec", "anybit.errors"
     )
 ]
 

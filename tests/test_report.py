@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import base64
+import csv
 import dataclasses
+import io
+import itertools
 import json
-import math
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,25 +15,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import anybit
 from anybit.cli import main
-from anybit.errors import FileError, MissingDependency, SpecError
-from anybit.policy import BATTERY, Chooser, Reading, battery
-from anybit.report import insight, page
-from anybit.report.curves import POINTS, read_curves
-from anybit.report.insight import (
-    Budget,
-    Cell,
-    Example,
-    FirstOrder,
-    Insight,
-    Layer,
-    LayerWidth,
-    insight_path,
-    read_insight,
-    write_insight,
-)
-from anybit.report.measured import ALONE, Measured, group_seeds, measured
-from anybit.report.rows import FORMAT, RowFile, read_rows, summarize, write_rows
+from anybit.errors import FileError, SpecError
+from anybit.pages import draw, page
+from anybit.pages.message import message as message_of
+from anybit.pages.message import results, signed
+from anybit.pages.rows import FORMAT, GRID, RowFile, read_rows, summarize, told_apart, write_rows
 from anybit.spec import Bits, Row
 
 ROWS = tuple(
@@ -162,22 +152,73 @@ def test_a_mean_lies_among_its_seeds(accuracies: list[float]) -> None:
     assert s.low <= s.mean <= s.high
 
 
-def data_of(text: str) -> dict[str, Any]:
-    """Return what the page's scripts are given."""
-    start = text.index(mark := '<script type="application/json" id="data">') + len(mark)
-    values: dict[str, Any] = json.loads(text[start : text.index("</script>", start)])
-    return values
+# What a page says first
+
+
+def rows_of(table: dict[str, dict[str, float]], *, seed: int = 0) -> list[Row]:
+    """Make rows from accuracies in percent, by label and pair of widths."""
+    return [
+        Row(label, seed, bits.weights, bits.activations, accuracy=value / 100, loss=1.0, n=1000)
+        for label, cells in table.items()
+        for bits, value in ((Bits.parse(name), value) for name, value in cells.items())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "head", "bits"),
+    [
+        # Where the runs differ most, in the words of the first run and the one that is furthest from it.
+        ({"a": {"FP": 99, "W4A4": 97, "W3A3": 53}, "b": {"FP": 99, "W4A4": 98, "W3A3": 85}},
+         "At W3A3: 53.0 % becomes 85.0 %", "W3A3"),
+        # A loss is told as openly as a gain.
+        ({"a": {"FP": 99, "W3A3": 85}, "b": {"FP": 99, "W3A3": 53}}, "At W3A3: 85.0 % becomes 53.0 %", "W3A3"),
+        ({"a": {"W3A3": 50}, "b": {"W3A3": 55}, "c": {"W3A3": 30}}, "At W3A3: 50.0 % becomes 30.0 %", "W3A3"),
+        # Equal widths come first; pairs count where nothing else is common.
+        ({"a": {"W4A4": 90, "W4A2": 10}, "b": {"W4A4": 92, "W4A2": 60}}, "At W4A4: 90.0 % becomes 92.0 %", "W4A4"),
+        ({"a": {"W8A8": 90, "W4A2": 10}, "b": {"W6A6": 92, "W4A2": 60}}, "At W4A2: 10.0 % becomes 60.0 %", "W4A2"),
+        ({"a": {"FP": 90, "W4A4": 80}, "b": {"FP": 90, "W4A4": 80}}, "The runs do not differ at any width", "FP"),
+        # Runs without a common width, and one run alone.
+        ({"a": {"W8A8": 90}, "b": {"W4A4": 92}}, "At W8A8: 90.0 %", "W8A8"),
+        ({"a": {"FP": 99, "W4A4": 93, "W8A8": 99, "W5A5": 98.5}}, "Down to W5A5 it loses less than a point", "W4A4"),
+        ({"a": {"FP": 99, "W8A8": 99}}, "Down to W8A8 it loses less than a point", "W8A8"),
+        ({"a": {"FP": 99, "W8A8": 95, "W4A4": 98.9}}, "At W8A8: 99.0 % becomes 95.0 %", "W8A8"),
+        ({"a": {"W8A8": 95, "W4A4": 50}}, "At W4A4: 50.0 %", "W4A4"),
+        ({"a": {"W4A8": 95}}, "At W4A8: 95.0 %", "W4A8"),
+    ],
+)  # fmt: skip
+def test_the_message(table: dict[str, dict[str, float]], head: str, bits: str) -> None:
+    said = message_of(results(rows_of(table)))
+    assert (said.head.replace("\xa0", " "), str(said.bits)) == (head, bits)
+
+
+def test_the_message_tells_the_other_side_too() -> None:
+    table = {
+        "plain": {"FP": 99, "W3A3": 53, "W4A32": 98, "W32A2": 30},
+        "tuned": {"FP": 98.5, "W3A3": 85, "W4A32": 90, "W32A2": 70},
+    }
+    assert message_of(results(rows_of(table))).more == (
+        "“tuned” against “plain”: +32.0 points.",
+        "In floating point the difference is −0.5.",
+        "Over all 4 measured widths it goes from −8.0 (W4A32) to +40.0 (W32A2).",
+    )
+
+
+@given(st.floats(-100, 100))
+def test_a_signed_number_reads_back(points: float) -> None:
+    assert float(signed(points).replace("−", "-")) == pytest.approx(points, abs=0.0501)
+    assert signed(points)[0] in "+−" or float(signed(points)) == 0
+
+
+# The page
 
 
 def test_the_page_needs_nothing_from_the_network() -> None:
-    text = page.render(FILE)
+    text = page.render([FILE])
     parsed = Page(text)
-    scripts = [attributes for tag, attributes in parsed.tags if tag == "script"]
-    assert len(scripts) == 3
     for tag, attributes in parsed.tags:
-        assert tag not in ("link", "iframe", "object", "embed", "base"), tag
+        assert tag not in ("link", "iframe", "object", "embed", "base", "img"), tag
         for name in ("src", "href", "srcset", "data", "action", "poster", "background"):
-            assert name not in attributes, (tag, attributes)
+            assert (attributes.get(name) or "data:text/csv;").startswith("data:text/csv;"), (tag, attributes)
         assert "url(" not in (attributes.get("style") or "")
     (style,) = re.findall("<style>(.*?)</style>", text, re.DOTALL)
     assert "url(" not in style
@@ -193,35 +234,103 @@ def test_the_parser_of_this_test_would_see_a_fetch() -> None:
     assert Page(text).tags[1:3] == [("link", {"href": "https://a"}), ("script", {"src": "https://b"})]
 
 
-def test_the_page_holds_every_number_as_formatted() -> None:
-    text = page.render(FILE)
-    table = text[text.index("<table>") : text.index("</table>")]
-    summaries = summarize(ROWS)
-    assert len(summaries) == 8
-    for s in summaries:
-        cell = f"<td>{100 * s.mean:.1f} <span class=spread>{100 * s.low:.1f} to {100 * s.high:.1f}</span></td>"
-        assert cell in table
-    lines = re.findall(r"<tr><td>(\w+)</td>((?:<td>.*?</td>)*)</tr>", table)
-    assert [(bits, cells.count("<td>")) for bits, cells in lines] == [("FP", 2), ("W8A8", 2), ("W4A4", 2), ("W2A2", 2)]
+def test_the_page_holds_every_number_once_in_its_table() -> None:
+    text = page.render([FILE])
+    found = results(ROWS)
+    first, second = found.labels
+    for bits in found.pairs:
+        a, b = found.found[first, bits], found.found[second, bits]
+        cells = [f"<td>{100 * s.mean:.1f}<small>{100 * s.low:.1f} to {100 * s.high:.1f}</small></td>" for s in (a, b)]
+        gap = f'<td><em class="better">+{100 * (b.mean - a.mean):.1f}</em></td>'
+        assert text.count(f'<tr data-bits="{bits}"><th scope="row">{bits}</th>{"".join(cells)}{gap}</tr>') == 1
     flat = "".join(Page(text).text)
-    for fact in ("commit abc123+", "seeds 0, 1, 2", "n = 450 test examples", "2 cores of A <fast> one", "2020-02-20"):
+    for fact in ("commit abc123+", "seeds 0, 1, 2", "2 cores of A <fast> one", "2020-02-20", "λ = 0.004"):
         assert fact in flat
+    assert flat.count("450") == 1  # how many examples is said once
+    assert "Test accuracy on 450 examples, mean of 3 seeds." in flat
 
 
-def test_the_scripts_get_every_mean_and_spread() -> None:
-    entries = data_of(page.render(FILE))["accuracy"]
-    for entry, s in zip(entries, summarize(ROWS), strict=True):
-        assert (entry["label"], entry["weights"], entry["activations"]) == (s.label, s.bits.weights, s.bits.activations)
-        assert (entry["mean"], entry["low"], entry["high"], entry["seeds"]) == (s.mean, s.low, s.high, s.seeds)
-        losses = [row.loss for row in ROWS if (row.label, row.bits) == (s.label, s.bits)]
-        assert entry["loss"] == pytest.approx(sum(losses) / len(losses))
+def test_bars_stand_on_one_scale() -> None:
+    text = page.render([FILE])
+    shown = dict(re.findall(r'<div data-at="(\w+)"( hidden)?>', text))
+    assert list(shown) == ["FP", "W8A8", "W4A4", "W2A2"]
+    assert [bits for bits, hidden in shown.items() if not hidden] == [str(message_of(results(ROWS)).bits)]
+    values = re.findall(r'style="--v:([\d.]+);--low:([\d.]+);--high:([\d.]+)"', text)
+    want = [results(ROWS).found[label, bits] for bits in results(ROWS).equal for label in results(ROWS).labels]
+    assert [tuple(map(float, value)) for value in values] == [
+        pytest.approx((100 * s.mean, 100 * s.low, 100 * s.high), abs=0.006) for s in want
+    ]
 
 
-def test_one_seed_has_no_spread_and_a_label_without_a_measurement_an_empty_cell() -> None:
-    rows = (*ROWS, Row("late", 0, 8, 8, accuracy=0.5, loss=1.0, n=450))
-    text = page.render(dataclasses.replace(FILE, rows=rows))
-    assert text.count("<td></td>") == 3
-    assert "<td>50.0</td>" in text
+def test_runs_of_several_sizes_and_what_was_not_measured() -> None:
+    rows = (*ROWS, Row("late", 0, 8, 8, accuracy=0.5, loss=1.0, n=9))
+    text = page.render([dataclasses.replace(FILE, rows=rows)])
+    assert text.count('<td class="many"></td>') == 3
+    assert text.count("<span>not measured</span>") == 3
+    assert '<td class="many">50.0<em' in text  # of more than two runs the difference stands in the cell
+    assert "Test accuracy on 9 to 450 examples, mean of 1 to 3 seeds." in text
+
+
+def grid_rows(label: str, shift: float) -> list[Row]:
+    return [
+        Row(label, 0, b.weights, b.activations, accuracy=(b.weights + b.activations) / 100 + shift, loss=1.0, n=9)
+        for b in GRID
+    ]
+
+
+def test_heat_maps_of_every_pair() -> None:
+    rows = [*grid_rows("a", 0.0), *grid_rows("b", 0.1), *grid_rows("c", -0.2)]
+    text = page.render([RowFile("t", tuple(rows), {})])
+    maps = re.findall(r"<figcaption>([^<]*)</figcaption><table class=\"heat\">(.*?)</table>", text)
+    assert [title for title, _ in maps] == ["b minus a, points", "c minus a, points", "a, %", "b, %", "c, %"]
+    for title, table in maps:
+        cells = {
+            bits: (kind, float(v), shown)
+            for bits, kind, v, shown in re.findall(
+                r'<td data-bits="(\w+)" title="\1"(?: class="([a-z ]+)")? style="--v:(\d+)">([^<]+)</td>', table
+            )
+        }
+        assert list(cells) == [str(Bits(w, a)) for w in (32, *range(8, 1, -1)) for a in (32, *range(8, 1, -1))]
+        if title[0] == "b" and "minus" in title:
+            assert set(cells.values()) == {("", 50.0, "+10")}  # on one scale with the other difference
+        elif "minus" in title:
+            assert set(cells.values()) == {("minus strong", 100.0, "−20")}
+        else:
+            shift = {"a": 0, "b": 10, "c": -20}[title[0]]
+            want = 4 + 6 + shift
+            assert cells["W4A6"] == ("minus" if want < 0 else "", abs(want), f"{want:.0f}")
+    assert "The other 56 pairs of widths" in text
+    assert re.findall("<figcaption>(Bits of [^<]*)<", text) == [f"Bits of {name}" for name in draw.MAIN]
+
+
+def test_curves_have_every_point_at_its_height() -> None:
+    (chart,) = draw.curves(results(ROWS), main_only=False)
+    points = re.findall(r'<g data-bits="(\w+)" transform="translate\(([\d.]+) ([\d.]+)\)"><title>(.*?)</title>', chart)
+    assert [bits for bits, *_ in points] == ["W2A2", "W4A4", "W8A8", "FP"] * 2
+    xs = [float(x) for _, x, _, _ in points[:4]]
+    assert [b - a for a, b in itertools.pairwise(xs)] == pytest.approx([xs[1] - xs[0]] * 3, abs=0.11)
+    for bits, _, y, said in points:
+        label = html_label(said)
+        mean = results(ROWS).found[label, Bits.parse(bits)].mean
+        height = draw.HIGH - draw.TOP - draw.BOTTOM
+        assert float(y) == pytest.approx(draw.TOP + (1 - mean) * height, abs=0.06)
+        assert said.endswith(f"{100 * mean:.1f}\xa0%")
+
+
+def html_label(said: str) -> str:
+    return Page(said).text[0].rsplit(", ", 1)[0]
+
+
+def test_widths_are_sorted_into_charts() -> None:
+    pairs = [(4, 4), (2, 2), (4, 8), (3, 8), (32, 4), (32, 2), (4, 32), (32, 32), (3, 16)]
+    rows = [Row("a", 0, w, a, accuracy=0.5, loss=1.0, n=9) for w, a in pairs]
+    charts = draw.curves(results(rows), main_only=False)
+    found = {re.findall("Bits of (.*?)<", chart)[0]: re.findall('data-bits="(.*?)"', chart) for chart in charts}
+    assert found == {
+        "weights and activations": ["W2A2", "W4A4", "FP"],
+        "activations only": ["W32A2", "W32A4", "FP"],
+        "weights, with activations at 8 bits": ["W3A8", "W4A8"],
+    }
 
 
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(2)><!--\u2028'
@@ -229,260 +338,97 @@ HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(2)><!--\
 
 def test_text_of_others_is_shown_not_run() -> None:
     rows = tuple(dataclasses.replace(row, label=row.label + HOSTILE) for row in ROWS)
-    origin = {**ORIGIN, "commit": HOSTILE, "versions": {HOSTILE: HOSTILE}}
-    bad = dataclasses.replace(
-        INSIGHT, label=rows[0].label, data=HOSTILE, classes=(HOSTILE, "b"), layers=(Layer(HOSTILE, HOSTILE, "1", 2),)
-    )
-    run = Measured(RowFile("t" + HOSTILE, rows, origin, (HOSTILE, HOSTILE)), bad, missing=(HOSTILE,))
-    text = page.render([run])
-    parsed, clean = Page(text), Page(page.render([Measured(FILE, INSIGHT)]))
-    assert sorted({tag for tag, _ in parsed.tags}) == sorted({tag for tag, _ in clean.tags})
-    assert not {"b", "i", "img"} & {tag for tag, _ in parsed.tags}
-    assert len([tag for tag, _ in parsed.tags if tag == "script"]) == 3
+    origin = {**ORIGIN, "commit": HOSTILE, "versions": {HOSTILE: HOSTILE}, "machine": {"cpu": HOSTILE}}
+    text = page.render([RowFile("t" + HOSTILE, rows, origin, (HOSTILE,))])
+    parsed, clean = Page(text), Page(page.render([FILE]))
+    assert [tag for tag, _ in parsed.tags if tag != "li"] == [tag for tag, _ in clean.tags if tag != "li"]
     flat = "".join(parsed.text)
-    assert "with <b>penalty</b> & co" + HOSTILE in flat
-    assert "t" + HOSTILE in flat
-    assert f"commit {HOSTILE}" in flat
+    for shown in ("with <b>penalty</b> & co" + HOSTILE, "t" + HOSTILE, f"commit {HOSTILE}"):
+        assert shown in flat
     assert "A note with <script>alert(1)</script>." in "".join(clean.text)
-    values = data_of(text)  # all of it is still there, as text
-    assert values["runs"][0]["insight"]["classes"] == [HOSTILE, "b"]
-    assert values["missing"] == [HOSTILE]
 
 
-def test_widths_are_sorted_into_charts() -> None:
-    pairs = [(4, 4), (2, 2), (4, 32), (2, 32), (32, 4), (32, 2), (4, 8), (3, 16), (32, 32)]
-    rows = tuple(Row("a", 0, w, a, accuracy=0.5, loss=1.0, n=9) for w, a in pairs)
-    text = page.render(dataclasses.replace(FILE, rows=rows))
-    assert [(entry["family"], entry["width"]) for entry in data_of(text)["accuracy"]] == [
-        ("weights and activations", 4),
-        ("weights and activations", 2),
-        ("weights only", 4),
-        ("weights only", 2),
-        ("activations only", 4),
-        ("activations only", 2),
-        ("weights, with activations at 8 bits", 4),
-        ("weights, with activations at 16 bits", 3),
-        ("weights and activations", 32),
-    ]
-    assert text.count("plotly.js v") == 1  # the library is in there once
+def test_the_rows_come_back_from_the_page() -> None:
+    rows = tuple(dataclasses.replace(row, label=f"={row.label}") for row in ROWS)
+    text = page.render([dataclasses.replace(FILE, rows=rows)])
+    (coded,) = re.findall('href="data:text/csv;base64,([^"]*)"', text)
+    lines = list(csv.DictReader(io.StringIO(base64.b64decode(coded).decode())))
+    for line, row in zip(lines, rows, strict=True):
+        want = {key: str(value) for key, value in row.to_dict().items()}
+        assert line == {**want, "label": f"'{row.label}"}  # no formula for a spreadsheet
 
 
-def test_without_plotly_there_is_no_page_and_no_half_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(MissingDependency, match=r"plotly.*pip install 'anybit\[report\]'"):
-        page.write_report(FILE, tmp_path / "report.html")
+def test_a_page_of_nothing_and_a_page_too_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="at least one row"):
+        page.render([])
+    rows = [dataclasses.replace(row, label=f"run {i}", accuracy=0.5) for i in range(6) for row in grid_rows("", 0)]
+    assert len(page.render([RowFile("t", tuple(rows), {})]).encode()) < 400_000
+    monkeypatch.setattr(page, "LARGEST", 10_000)
+    with pytest.raises(SpecError, match=r"the page would take 0\.\d MB, more than 0\.01; take fewer runs or widths"):
+        page.write_report([FILE], tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_page_of_nothing_and_a_page_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SpecError, match="at least one run"):
-        page.render([])
-    assert len(page.render([Measured(FILE, INSIGHT)]).encode()) < 6_000_000
-    monkeypatch.setattr(page, "LARGEST", 1_000_000)
-    with pytest.raises(SpecError, match=r"a page of 1 runs would take \d\.\d MB, more than 1; take fewer"):
-        page.render(FILE)
+# From Python
 
 
-def test_the_policy_of_the_page_is_that_of_the_package() -> None:
-    values = data_of(page.render(FILE))["policy"]
-    chooser = Chooser(battery())
-    assert values["margin"] == chooser.margin
-    assert [step["percent"] for step in values["steps"]] == sorted(step.percent for step in BATTERY)
-    for step in values["steps"]:
-        got = chooser.policy(Reading(step["percent"] - 0.5, on_mains=False))
-        assert got == Bits(step["weights"], step["activations"])
-    assert Bits(**values["mains"]) == chooser.policy(Reading())
-
-
-# Insight
-
-
-WIDTHS = (2, 4, 32)
-PIXEL = "data:image/png;base64,iVBORw0KGgo="
-INSIGHT = Insight(
-    label="plain",
-    seed=0,
-    data="digits",
-    classes=("zero", "one"),
-    n=450,
-    batch=9,
-    widths=WIDTHS,
-    grid=tuple(Cell(w, a, accuracy=w / 64 + a / 128, loss=3 / w + 1 / a, kl=0.01) for w in WIDTHS for a in WIDTHS),
-    sizes=(200, 400, 3200),
-    narrow=(2, 4),
-    layers=(
-        Layer("conv.weight", "weight", "4x1x3x3", 2, "weights", -1.5, 0.75, (0.5, 0.125)),
-        Layer("conv", "activation", "Nx4x8x8", 2, "batch norm conv", 0.0, 6.0),
-        Layer("x", "input", "Nx1x8x8", 8),
-    ),
-    budgets=(Budget(3.0, 2.875, 300, 0.25, 0.5, 0.625, 8, 0.75, (LayerWidth("conv.weight", 3),)),),
-    weights=36,
-    l1=(2.0, 3.0),
-    l2=(1.0, 0.5),
-    first_order=(
-        FirstOrder(2, (0.5, 0.25), (0.75, 0.125), 0.875),
-        FirstOrder(4, (0.0625, 0.0), (0.125, -0.5), 0.25),
-    ),
-    examples=(
-        Example(3, 1, (0, 0, 0, 1, 1, 1, 1, 1, 1), (0.5, 0.25, 0.75, 0.5, 0.5, 0.5, 0.875, 0.875, 1.0), PIXEL),
-        Example(7, 0, (1,) * 9, (0.75,) * 9),
-    ),
-    origin={"commit": "abc", "date": "2020-02-21", "checkpoint_sha256": "f00"},
-)
-
-
-def test_insight_goes_there_and_back(tmp_path: Path) -> None:
-    path = tmp_path / "insight.json"
-    write_insight(path, INSIGHT)
-    assert read_insight(path) == INSIGHT
-    assert json.loads(path.read_text())["format"] == insight.FORMAT
-    assert [file.name for file in tmp_path.iterdir()] == ["insight.json"]
-
-
-CELL, LAYER, EXAMPLE = (insight.to_dict(INSIGHT)[name][0] for name in ("grid", "layers", "examples"))
+def test_rows_from_python(tmp_path: Path) -> None:
+    rows = [*grid_rows("plain", 0.0), *grid_rows("tuned", 0.25)]
+    assert anybit.report(iter(rows), tmp_path / "a" / "out.html") == tmp_path / "a" / "out.html"
+    text = (tmp_path / "a" / "out.html").read_text()
+    assert "becomes" in text
+    assert "difference, points" in text
+    assert "anybit " + anybit.__version__ in text  # the versions of this machine
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("settings", "reason"),
     [
-        ({"format": "anybit-insight/99"}, "not in the format 'anybit-insight/1'"),
-        ({"origin": []}, "origin must be a table"),
-        ({"n": "many"}, "'n' must be a whole number, got 'many'"),
-        ({"grid": ...}, "missing key 'grid'"),
-        ({"grdi": []}, "unknown key 'grdi'; did you mean 'grid'?"),
-        ({"grid": [{**CELL, "accuracy": 98.0}]}, "accuracy is from 0 to 1, got 98.0"),
-        ({"grid": [{**CELL, "weights": 1}]}, "weights must be 2 to 16"),
-        ({"grid": [{**CELL, "loss": math.nan}]}, "must be finite numbers"),
-        ({"grid": [3]}, "'grid[0]' must be a table"),
-        ({"widths": [2, 4, 64]}, "bits must be 2 to 16"),
-        ({"sizes": [1]}, "widths and sizes must be equally many, got 3 and 1"),
-        ({"l1": [1.0]}, "l1 and l2 must be equally many"),
-        ({"l1": [1.0, math.inf]}, "l1 and l2 must be finite numbers"),
-        ({"layers": [{**LAYER, "bounds": [1.0]}]}, "bounds of conv.weight and narrow widths must be equally many"),
-        ({"examples": [{**EXAMPLE, "image": "https://example.org/a.png"}]}, "image must be a PNG in a data: address"),
-        ({"examples": [{**EXAMPLE, "image": 'data:image/png;base64,AA" x="'}]}, "image must be a PNG"),
-        ({"examples": [{**EXAMPLE, "label": 2}]}, "example 3 names a class that is not one of 2"),
-        ({"examples": [{**EXAMPLE, "predicted": [0]}]}, "predicted and confidence must be equally many"),
-        ({"examples": [{**EXAMPLE, "predicted": [0], "confidence": [1]}]}, "predictions of an example and cells"),
-        ({"first_order": [{"bits": 4, "predicted": [1], "measured": [], "correlation": 1}]}, "equally many"),
-        ({"budgets": [{"budget": 3}]}, "missing key"),
+        ({}, "either rows, as anybit.sweep returns them, or net and loader"),
+        ({"net": 1}, "either rows"),
+        ({"loader": 1}, "either rows"),
+        ({"rows": ROWS, "net": 1, "loader": 1}, "either rows"),
+        ({"rows": []}, "at least one row"),
+        ({"rows": [ROWS[0], {"accuracy": 1}]}, "takes rows, as anybit.sweep returns them; got {'accuracy': 1}"),
+        ({"rows": "rows.json"}, "takes rows, as anybit.sweep returns them; got 'r'"),
+        ({"rows": [*ROWS, ROWS[0]]}, "2 rows are of 'plain', seed 0, at FP; give each run a label of its own"),
+        ({"rows": ROWS, "widths": [(4, 4)]}, "measures nothing when it is given rows"),
+        ({"rows": ROWS, "label": "a"}, "measures nothing when it is given rows"),
     ],
 )
-def test_insight_that_cannot_be_read_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "insight.json"
-    write_insight(path, INSIGHT)
-    values = {**json.loads(path.read_text()), **change}
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
-    with pytest.raises(FileError, match=re.escape(message)) as caught:
-        read_insight(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert len(str(caught.value).splitlines()) == 1
+def test_what_is_no_report(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=re.escape(reason)):
+        anybit.report(**settings, out=tmp_path / "out.html")
+    assert list(tmp_path.iterdir()) == []
 
 
-# What lies beside the rows
+def test_a_network_and_a_loader_from_python(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, bias=False), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+    model = torch.nn.Sequential(*model, torch.nn.Flatten(), torch.nn.Linear(16, 3)).eval()
+    loader = [(torch.rand(20, 1, 4, 4), torch.randint(3, (20,)))]
+    net = anybit.prepare(model, loader[0][0][:2], input_range=(0.0, 1.0))
+    text = anybit.report(net=net, loader=loader, out=tmp_path / "all.html", label="mine").read_text()
+    rows = anybit.sweep(net, loader, widths=GRID, label="mine")
+    assert "mine, %" in text
+    for row in rows:
+        assert f'data-bits="{row.bits}"' in text
+        assert f"{100 * row.accuracy:.1f}" in text
+    text = anybit.report(net=net, loader=loader, out=tmp_path / "few.html", widths=[(8, 8), (4, 4)]).read_text()
+    assert re.findall('<tr data-bits="(.*?)">', text) == ["W8A8", "W4A4"]
 
 
-def run_folder(path: Path, *, steps: int = 40, strengths: bool = True) -> Path:
-    """Make what training and sweeping leave, with numbers that are easy to follow."""
-    path.mkdir(parents=True)
-    write_rows(path / "rows.json", dataclasses.replace(FILE, origin={**ORIGIN, "checkpoint_sha256": "f00"}))
-    lines = [
-        {"step": s, "epoch": s // 10, "lr": 0.1, "loss": 2.0 + s, "weight_norm": 4.0, "activation_norm": 8.0,
-         "penalized": s >= 10}
-        for s in range(steps)
-    ]  # fmt: skip
-    (path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if strengths:
-        (path / "run.json").write_text('{"recipe": {"penalty": {"weight": 0.5, "activation": 0.25}}}')
+# From the command line
+
+
+def run_folder(path: Path, file: RowFile = FILE) -> Path:
+    write_rows(path / "rows.json", file)
     return path
 
 
-def test_curves_by_hand(tmp_path: Path) -> None:
-    curves = read_curves(run_folder(tmp_path / "run"), points=4)
-    assert curves.epochs == (0.45, 1.45, 2.45, 3.45)
-    assert curves.values == {
-        "loss": (6.5, 16.5, 26.5, 36.5),
-        "weight_norm": (4.0,) * 4,
-        "activation_norm": (8.0,) * 4,
-        "penalty": (None, 4.0, 4.0, 4.0),
-    }
-    whole = read_curves(tmp_path / "run")
-    assert whole.values["loss"] == tuple(2.0 + s for s in range(40))
-    assert "penalty" not in read_curves(run_folder(tmp_path / "plain", strengths=False)).values
-    assert len(read_curves(run_folder(tmp_path / "long", steps=1999)).epochs) <= POINTS
-
-
-def test_what_cannot_be_drawn_in_a_log_is_left_out(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", steps=4)
-    line = '{"step": 4, "epoch": 0, "loss": NaN, "weight_norm": null, "activation_norm": Infinity, "note": "x"}\n'
-    with (folder / "log.jsonl").open("a") as file:
-        file.write(line)
-    curves = read_curves(folder)
-    assert curves.values["loss"] == (2.0, 3.0, 4.0, 5.0, None)
-    assert curves.values["activation_norm"][-1] is None
-    assert "note" not in curves.values
-
-
-@pytest.mark.parametrize("line", ["{", "3", "[]", "{}", '{"epoch": "x"}', '{"epoch": -1}', '{"epoch": null}'])
-def test_a_broken_log_is_named_with_its_line(line: str, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", steps=2)
-    with (folder / "log.jsonl").open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(FileError, match=r"log\.jsonl: line 3 is no step of a training log"):
-        read_curves(folder)
-    (folder / "log.jsonl").write_text("")
-    with pytest.raises(FileError, match="holds no step"):
-        read_curves(folder)
-
-
-def test_rows_alone_still_make_a_page_that_says_what_is_missing(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    write_rows(path, FILE)
-    found = measured(FILE, path)
-    assert (found.insight, found.curves) == (None, None)
-    first, second = data_of(page.render([found]))["missing"]
-    assert first == ALONE
-    assert f"There is no {tmp_path / 'log.jsonl'}" in second
-    assert data_of(page.render(FILE))["missing"] == [ALONE]
-    (tmp_path / "model.safetensors").touch()  # with a checkpoint beside them there is a command to name
-    first, _ = measured(FILE, path).missing
-    assert first.startswith(f"There is no {tmp_path / 'insight.json'}")
-    assert first.endswith(f"anybit sweep {tmp_path}")
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = run_folder(tmp_path / "a" / "x"), run_folder(tmp_path / "b" / "x")
-    write_insight(two / "insight.json", INSIGHT)
-    report(one, two, one)
-    values = data_of((tmp_path / "report.html").read_text())
-    labels = list(dict.fromkeys(entry["label"] for entry in values["accuracy"]))
-    assert labels == [f"{label} ({folder})" for folder in (one, two) for label in dict.fromkeys(r.label for r in ROWS)]
-    assert {entry["seeds"] for entry in values["accuracy"]} == {3}
-    assert values["runs"][1]["insight"]["label"] == f"plain ({two})"
-
-
-def test_insight_of_another_checkpoint_is_left_out(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run")
-    path = folder / "rows.json"
-    write_insight(insight_path(path), INSIGHT)
-    found = measured(read_rows(path), path)
-    assert found.insight == INSIGHT
-    assert found.missing == ()
-    write_insight(insight_path(path), dataclasses.replace(INSIGHT, origin={"checkpoint_sha256": "bad"}))
-    found = measured(read_rows(path), path)
-    assert found.insight is None
-    assert "was measured on another checkpoint than the rows" in found.missing[0]
-
-
-def test_runs_that_differ_in_the_seed_are_one_line_with_a_spread(tmp_path: Path) -> None:
-    def file(label: str, seed: int, accuracy: float) -> RowFile:
-        return RowFile(label, (Row(label, seed, 4, 4, accuracy=accuracy, loss=1.0, n=9),), ORIGIN)
-
-    files = [file("base-0", 0, 0.5), file("base-1", 1, 0.75), file("l1-0", 0, 0.875), file("w-4", 0, 0.25)]
-    assert group_seeds(files) == {"base-0": "base", "base-1": "base", "l1-0": "l1-0", "w-4": "w-4"}
-    text = page.render([Measured(f) for f in files])
-    assert "<td>62.5 <span class=spread>50.0 to 75.0</span></td><td>87.5</td><td>25.0</td>" in text
-    assert "<h1>anybit: base and l1-0 and w-4</h1>" in text
+def labels_of(text: str) -> list[str]:
+    return [Page(label).text[0] for label in re.findall(r"</svg><span>(.*?)</span></li>", text)]
 
 
 def report(*words: object) -> None:
@@ -491,34 +437,38 @@ def report(*words: object) -> None:
     assert stop.value.code in (0, None)
 
 
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = run_folder(tmp_path / "a" / "x"), run_folder(tmp_path / "b" / "x")
+    report(one, two, one)
+    text = (tmp_path / "report.html").read_text()
+    names = dict.fromkeys(row.label for row in ROWS)
+    assert labels_of(text) == [f"{label} ({folder})" for folder in (one, two) for label in names]
+    assert "mean of 3 seeds" in text
+    write_rows(one / "again.json", FILE)
+    report(one, one / "again.json", "--out", tmp_path / "same.html")
+    assert f"plain ({one / 'again.json'})" in labels_of((tmp_path / "same.html").read_text())
+
+
+def test_runs_that_differ_in_the_seed_are_one_line_with_a_spread() -> None:
+    def file(label: str, seed: int, accuracy: float) -> RowFile:
+        return RowFile(label, (Row(label, seed, 4, 4, accuracy=accuracy, loss=1.0, n=9),), ORIGIN)
+
+    files = [file("base-0", 0, 0.5), file("base-1", 1, 0.75), file("l1-0", 0, 0.875), file("w-4", 0, 0.25)]
+    assert [row.label for row in told_apart(files, list("abcd"))] == ["base", "base", "l1-0", "w-4"]
+    text = page.render(files)
+    assert '<td class="many">62.5<small>50.0 to 75.0</small></td><td class="many">87.5<em' in text
+    assert "At W4A4: 62.5\xa0% becomes 25.0\xa0%" in text
+
+
 def test_the_verb_puts_runs_side_by_side_and_opens_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     one, two = run_folder(tmp_path / "runs" / "one"), run_folder(tmp_path / "runs" / "deep" / "two")
-    write_insight(one / "insight.json", INSIGHT)
     report(one, two / "rows.json")
-    target = tmp_path / "runs" / "report.html"
-    assert capsys.readouterr().out == f"{target}\n"
-    values = data_of(target.read_text())
-    assert [bool(run["insight"]) for run in values["runs"]] == [True, False]
-    assert [bool(run["curves"]) for run in values["runs"]] == [True, True]
-    want = insight.to_dict(dataclasses.replace(INSIGHT, label=f"plain ({one})"))
-    assert values["runs"][0]["insight"] == json.loads(json.dumps(want))
+    assert capsys.readouterr().out == f"{tmp_path / 'runs' / 'report.html'}\n"
     assert opened == []
     report(one, "--open")
     assert capsys.readouterr().out == f"{one / 'report.html'}\n"
     assert opened == [(one / "report.html").as_uri()]
-
-
-def test_a_broken_insight_is_one_line_and_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run_folder(tmp_path / "run")
-    (folder / "insight.json").write_text("{")
-    with pytest.raises(SystemExit) as stop:
-        main(["report", str(folder)])
-    err = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert err.startswith(f"error: {folder / 'insight.json'}: broken JSON")
-    assert len(err.splitlines()) == 1
-    assert not (folder / "report.html").exists()

@@ -232,6 +232,21 @@ def test_a_prediction_is_what_the_session_gives(
     assert 3 <= got["runs"] <= 15
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_picture_that_comes_back_is_what_went_in(channels: int, master: Path, tmp_path: Path) -> None:
+    """With the normalization undone, and in the network's own size."""
+    model = make_app(master).model
+    x = np.random.default_rng(0).random((1, channels, 5, 7), np.float32)
+    model.mean, model.std = (0.3, 0.4, 0.5)[:channels], (0.2, 0.3, 0.1)[:channels]
+    normal = (x - np.reshape(model.mean, (1, -1, 1, 1))) / np.reshape(model.std, (1, -1, 1, 1))
+    picture = image.open(io.BytesIO(model.seen(normal.astype(np.float32))))
+    assert (picture.size, picture.mode) == ((7, 5), {1: "L", 3: "RGB"}[channels])
+    got = np.asarray(picture).reshape(5, 7, channels).transpose(2, 0, 1)
+    assert np.abs(got - 255 * x[0]).max() <= 0.51
+    outside = np.asarray(image.open(io.BytesIO(model.seen(10 * np.sign(normal).astype(np.float32)))))
+    assert set(outside.ravel().tolist()) <= {0, 255}  # beyond black and white there is nothing to show
+
+
 @pytest.mark.parametrize("kind", ["WEBP", "GIF"])
 def test_other_kinds_of_pictures(ask: Client, kind: str) -> None:
     grey = np.arange(36, dtype=np.uint8).reshape(6, 6) * 7

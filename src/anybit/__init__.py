@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from anybit.objectives.kurtosis import KurtosisPenalty
     from anybit.objectives.noise import UniformNoise
     from anybit.objectives.orthogonal import OrthogonalPenalty
-    from anybit.simulate.to_onnx import save
+    from anybit.pages.page import report
     from anybit.simulate.prepare import prepare
+    from anybit.simulate.to_onnx import save
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "export",
     "load",
     "prepare",
+    "report",
     "save",
     "sweep",
 ]
@@ -60,6 +62,7 @@ _ON_FIRST_USE = {
     "export": ("anybit.artifact.export", ""),
     "load": ("anybit.artifact.session", ""),
     "prepare": ("anybit.simulate.prepare", "torch"),
+    "report": ("anybit.pages.page", ""),
     "save": ("anybit.simulate.to_onnx", "torch"),
     "sweep": ("anybit.evaluate.sweep", "torch"),
 }

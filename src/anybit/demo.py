@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from anybit.common.provenance import origin
 from anybit.data import Batches, load_dataset
 from anybit.evaluate.sweep import sweep
 from anybit.models import build_model
+from anybit.pages.page import write_report
+from anybit.pages.rows import GRID, RowFile, write_rows
 from anybit.quant.prepare import prepare
-from anybit.report.page import write_report
-from anybit.report.rows import RowFile, Summary, summarize, write_rows
-from anybit.spec import FLOAT, Bits, Row
+from anybit.spec import Row
 from anybit.train.checkpoint import load_model
 from anybit.train.loop import fit, model_shape, steps_of, train
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
@@ -31,18 +31,9 @@ from anybit.train.side_by_side import SideBySide, one_by_one
 
 PLAIN, PENALIZED = "without penalty", "with l1 penalty"
 
-WIDTHS = (
-    Bits(FLOAT, FLOAT),
-    *(Bits(b, b) for b in range(8, 1, -1)),
-    *(Bits(b, FLOAT) for b in range(8, 1, -1)),
-    *(Bits(FLOAT, b) for b in range(8, 1, -1)),
-)
 STRENGTHS = (0.001, 0.003, 0.006, 0.012)
 TOLERANCE = 0.01
 """Mean validation accuracy that a strength may cost and still count as harmless: two standard errors of 750 images."""
-
-GUESSING = 0.2
-"""Accuracy below which a classifier of ten digits does little more than guess."""
 
 BASE = Recipe(
     name="base",
@@ -61,11 +52,6 @@ class DemoResult:
     file: RowFile
     strength: float
     validation: dict[float, float]
-
-    @property
-    def summaries(self) -> list[Summary]:
-        """Mean and spread over seeds."""
-        return summarize(self.file.rows)
 
 
 def choose_strength(validation: dict[float, float], *, tolerance: float = TOLERANCE) -> float:
@@ -110,12 +96,16 @@ def run_demo(
             for label, value in ((PLAIN, 0.0), (PENALIZED, strength))
             for seed in seeds
         ]
-        parts = run(_sweep, jobs, start("sweeping widths", len(jobs) * len(WIDTHS)))
+        parts = run(_sweep, jobs, start("sweeping widths", len(jobs) * len(GRID)))
     rows = [row for part in parts for row in part]
-    notes = describe(rows, strength, validation, seeds)
-    file = RowFile("anybit demo: digits at every width", tuple(rows), {**origin(), **_settings()}, notes)
+    file = RowFile(
+        "anybit demo: digits, without and with the gradient l1 penalty",
+        tuple(rows),
+        {**origin(), **_settings()},
+        describe(strength, validation),
+    )
     write_rows(folder / "rows.json", file)
-    write_report(file, folder / "report.html")
+    write_report([file], folder / "report.html")
     return DemoResult(file, strength, validation)
 
 
@@ -151,33 +141,18 @@ def _sweep(run: Path, label: str, seed: int, advance: Advance) -> list[Row]:
     model, _ = load_model(run / "model.safetensors")
     net = prepare(model, data.test.x[:2], input_range=data.input_range)
     test = Batches(data.test, len(data.test))
-    return sweep(net, test, widths=WIDTHS, label=label, seed=seed, on_row=lambda row: advance(1))
+    return sweep(net, test, widths=GRID, label=label, seed=seed, on_row=lambda row: advance(1))
 
 
-def describe(
-    rows: Sequence[Row], strength: float, validation: dict[float, float], seeds: Sequence[int]
-) -> tuple[str, ...]:
-    """Say what was measured, and at which widths the penalty helped, made no difference, or hurt."""
-    found = {(s.label, s.bits): s for s in summarize(rows)}
-    guessing = [b for b in WIDTHS if max(found[PLAIN, b].mean, found[PENALIZED, b].mean) < GUESSING]
-    gains = {
-        bits: 100 * (found[PENALIZED, bits].mean - found[PLAIN, bits].mean) for bits in WIDTHS if bits not in guessing
-    }
+def describe(strength: float, validation: dict[float, float]) -> tuple[str, ...]:
+    """Say what was compared, and how the strength was chosen."""
     tried = ", ".join(f"{s:g}: {100 * a:.1f} %" for s, a in validation.items())
     return (
-        f"Measured on {rows[0].n} test digits, {len(seeds)} seeds. Both networks were fine-tuned from the same "
-        f"checkpoint for the same number of steps; the only difference is the gradient l1 penalty, λ = {strength:g}.",
-        f"λ is the strongest tried whose mean validation accuracy in floating point stayed within "
+        "Both networks were fine-tuned from the same checkpoint for the same number of steps; the only difference is "
+        f"the gradient l1 penalty, λ = {strength:g}.",
+        "λ is the strongest tried whose mean validation accuracy in floating point stayed within "
         f"{100 * TOLERANCE:g} point of that without penalty ({tried}).",
-        f"The penalty helped by half a point or more at: {_names(gains, lambda g: g >= 0.5)}. "
-        f"It made less than half a point of difference at: {_names(gains, lambda g: abs(g) < 0.5)}. "
-        f"It did harm of half a point or more at: {_names(gains, lambda g: g <= -0.5)}. "
-        f"Both networks do little more than guess at: {', '.join(map(str, guessing)) or 'no width'}.",
     )
-
-
-def _names(gains: dict[Bits, float], wanted: Callable[[float], bool]) -> str:
-    return ", ".join(str(bits) for bits, gain in gains.items() if wanted(gain)) or "no width"
 
 
 def _settings() -> dict[str, Any]:

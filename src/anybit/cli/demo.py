@@ -11,6 +11,7 @@ import typer
 
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import accuracy_table, console, progress_bars
+from anybit.pages.message import message, results
 
 
 def demo(
@@ -32,8 +33,12 @@ def demo(
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in result.file.rows], indent=1))
         return
-    title = "test accuracy on digits in %, mean (lowest-highest seed); gain in points"
-    console.print(accuracy_table(title, result.summaries, gain=(PLAIN, PENALIZED)))
+    found = results(result.file.rows)
+    said = message(found)
+    console.print(" ".join([f"{said.head}.", *said.more]), highlight=False, markup=False)
+    shown = [summary for (_, bits), summary in found.found.items() if bits in found.equal]
+    title = "test accuracy in %, mean (lowest-highest seed); gain in points"
+    console.print(accuracy_table(title, shown, gain=(PLAIN, PENALIZED)))
     for note in result.file.notes:
         console.print(note, highlight=False)
     console.print(

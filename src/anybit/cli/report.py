@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from anybit.cli.show import console
-from anybit.report.measured import measured, told_apart
-from anybit.report.page import write_report
-from anybit.report.rows import read_rows
+from anybit.pages.page import write_report
+from anybit.pages.rows import read_rows
 
 
 def report(
@@ -23,16 +22,16 @@ def report(
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Turn what `anybit sweep` measured into one self-contained HTML page.
+    """Turn what `anybit sweep` measured into one self-contained HTML page; the others are compared with the first.
 
     Example: anybit report runs/digits-base-0 runs/digits-l1-0 --open
     """
     paths = list(dict.fromkeys(path / "rows.json" if path.is_dir() else path for path in runs))
-    found = told_apart([measured(read_rows(path), path) for path in paths], [str(path.parent) for path in paths])
+    files = [read_rows(path) for path in paths]
     page = out or Path(os.path.commonpath([path.parent.resolve() for path in paths])) / "report.html"
-    if out is None and len(found) == 1:
+    if out is None and len(files) == 1:
         page = paths[0].parent / "report.html"
-    write_report(found, page)
+    write_report(files, page, [str(path.parent if path.name == "rows.json" else path) for path in paths])
     console.print(str(page), highlight=False, soft_wrap=True)
     if show:
         webbrowser.open(page.resolve().as_uri())

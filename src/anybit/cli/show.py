@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from anybit.common.bars import errors, progress_bars
-from anybit.report.rows import Summary
+from anybit.pages.rows import Summary
 
 __all__ = ["accuracy_table", "console", "errors", "progress_bars"]
 

@@ -12,18 +12,21 @@ import typer
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import accuracy_table, console, progress_bars
 from anybit.errors import CheckpointError, DataError
+from anybit.pages.rows import GRID
 from anybit.spec import Bits
 
 if TYPE_CHECKING:
-    from anybit.analysis.insight import Subject
     from anybit.common.progress import Advance
+    from anybit.data import Dataset
+    from anybit.quant.network import QuantizedNetwork
 
 
 def sweep(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the run folder it is in.")],
     widths: Annotated[
-        str, typer.Option(help="Pairs of widths, weights and activations, separated by blanks.")
-    ] = "FP W8A8 W7A7 W6A6 W5A5 W4A4 W3A3 W2A2",
+        str,
+        typer.Option(help="Pairs of widths, such as 'FP W8A8 W4A8', or all: every pair of FP and 8 to 2 bits."),
+    ] = "all",
     data: Annotated[str | None, typer.Option(help="Another data set than the one it was trained on.")] = None,
     per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = False,
     asymmetric: Annotated[bool, typer.Option(help="Grids fitted to both ends of a range.")] = False,
@@ -35,54 +38,50 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option(help="The JSON file for the rows. Default for a run folder: rows.json in it.")
     ] = None,
-    insight: Annotated[
-        bool,
-        typer.Option(help="Write insight.json beside the rows: all pairs of widths, layers, gradients, examples."),
-    ] = True,
-    examples: Annotated[int, typer.Option(help="The first so many test examples for the insight.", min=1)] = 1000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure test accuracy at many widths, quantized without data from batch-norm statistics.
 
     Example: anybit sweep runs/digits-l1-0 --widths "W8A8 W4A4 W3A8" --helpers all
     """
-    pairs = [Bits.parse(word) for word in widths.split()]
+    pairs = list(GRID) if widths == "all" else [Bits.parse(word) for word in widths.split()]
     with progress_bars() as start:
         ready = start("getting ready", 3)
         with needs_torch("anybit sweep"):
-            from anybit.analysis.insight import measure_insight
             from anybit.common.provenance import origin
             from anybit.data import Batches
             from anybit.evaluate.sweep import sweep as run
-            from anybit.report.insight import insight_path, write_insight
-            from anybit.report.rows import RowFile, summarize, write_rows
+            from anybit.pages.rows import RowFile, summarize, write_rows
         ready(1)
         path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
         options = {"per_channel": per_channel, "symmetric": not asymmetric, "ends": ends}
-        subject = _subject(path, data, {**options, "helpers": helpers.replace(",", " ").split()}, ready)
+        net, dataset, seed = _subject(path, data, {**options, "helpers": helpers.replace(",", " ").split()}, ready)
         if plan and not as_json:
-            console.print(str(subject.net.plan), highlight=False, soft_wrap=True)
-        name, test = subject.dataset.name, Batches(subject.dataset.test.channels_last(), 128)
+            console.print(str(net.plan), highlight=False, soft_wrap=True)
+        name, test = dataset.name, Batches(dataset.test.channels_last(), 128)
         target = out or (checkpoint / "rows.json" if checkpoint.is_dir() else None)
         made = {**origin(), "checkpoint_sha256": _digest(path), "settings": {**options, "helpers": helpers}}
         advance = start("widths", len(pairs))
-        rows = run(subject.net, test, widths=pairs, label=subject.label, seed=subject.seed, on_row=lambda _: advance(1))
+        label = path.resolve().parent.name or path.stem
+        rows = run(net, test, widths=pairs, label=label, seed=seed, on_row=lambda _: advance(1))
         if target is not None:
             write_rows(target, RowFile(f"{path} on {name}", tuple(rows), made, _notes(made["settings"])))
-        if target is not None and insight:
-            beside = insight_path(target)
-            write_insight(beside, measure_insight(subject, examples=examples, origin=made, start=start))
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in rows], indent=1))
         return
-    console.print(accuracy_table(f"test accuracy in %, {name}, n = {rows[0].n}", summarize(rows)))
-    for file in [target, *([insight_path(target)] if insight else [])] if target else []:
-        console.print(str(file), highlight=False, soft_wrap=True)
+    shown = [row for row in rows if widths != "all" or target is None or row.weights == row.activations]
+    console.print(accuracy_table(f"test accuracy in %, {name}, n = {rows[0].n}", summarize(shown)))
+    if len(shown) < len(rows):
+        text = f"{len(rows)} pairs of widths were measured; anybit report {checkpoint} shows them all"
+        console.print(text, highlight=False, soft_wrap=True)
+    if target:
+        console.print(str(target), highlight=False, soft_wrap=True)
 
 
-def _subject(path: Path, data: str | None, options: dict[str, Any], ready: Advance) -> Subject:
+def _subject(
+    path: Path, data: str | None, options: dict[str, Any], ready: Advance
+) -> tuple[QuantizedNetwork, Dataset, int]:
     """Load a checkpoint with its data and give it its width switch: two steps."""
-    from anybit.analysis.insight import Subject
     from anybit.data import load_dataset
     from anybit.simulate.prepare import prepare
     from anybit.train.checkpoint import load_model
@@ -101,7 +100,7 @@ def _subject(path: Path, data: str | None, options: dict[str, Any], ready: Advan
     ready(1)
     net = prepare(model, dataset.test.x[:2], input_range=dataset.input_range, **options)
     ready(1)
-    return Subject(net, model, dataset, path.resolve().parent.name or path.stem, seed)
+    return net, dataset, seed
 
 
 def _digest(path: Path) -> str:

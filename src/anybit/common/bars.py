@@ -38,11 +38,12 @@ def progress_bars() -> Iterator[Start]:
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(16),
         Count(Column(no_wrap=True)),
         TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("elapsed,", table_column=Column(no_wrap=True)),
         TimeRemainingColumn(),
+        TextColumn("left", table_column=Column(no_wrap=True)),
     )
     # Only what would be drawn over is led around the bars: standard output that goes to a file stays in it.
     beside = sys.stdout.isatty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -91,6 +92,7 @@ class App:
                 "guesses": [{"class": g.index, "label": g.label, "confidence": g.confidence} for g in found.guesses],
                 "milliseconds": 1000 * found.seconds,
                 "runs": found.runs,
+                "seen": base64.b64encode(found.seen).decode(),
             }
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ class Prediction:
     guesses: tuple[Guess, ...]
     seconds: float
     runs: int
+    seen: bytes
+    """The picture in the pixels that the network gets, as a PNG."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,15 @@ class LiveModel:
             seconds, runs = self.timed(x)
         best = np.argsort(-scores, kind="stable")[:TOP]
         guesses = tuple(Guess(int(i), self.name(int(i)), float(scores[i])) for i in best)
-        return Prediction(used, guesses, seconds, runs)
+        return Prediction(used, guesses, seconds, runs, self.seen(x))
+
+    def seen(self, x: npt.NDArray[np.float32]) -> bytes:
+        """Return a batch of one as a PNG of the network's own size, its normalization undone."""
+        share = x[0].transpose(1, 2, 0) * np.asarray(self.std) + np.asarray(self.mean)
+        pixels = np.rint(255 * share.clip(0, 1)).astype(np.uint8)
+        file = io.BytesIO()
+        pillow().fromarray(pixels if len(x[0]) == 3 else pixels[..., 0]).save(file, "PNG")
+        return file.getvalue()
 
     def timed(self, x: npt.NDArray[np.float32]) -> tuple[float, int]:
         """Return the median time of a run in seconds, and over how many runs."""

@@ -151,6 +151,9 @@ function sayAccuracy(bits) {
 function showPrediction(found) {
   const best = found.guesses[0];
   at("bits").textContent = found.bits;
+  at("seen").src = `data:image/png;base64,${found.seen}`;
+  at("seen").parentElement.hidden = false;
+  at("seen-said").textContent = `as the network sees it: ${about.shape[2]} x ${about.shape[1]} pixels`;
   fill("answer", `${best.label}, ${percent(best.confidence)}`);
   fill("latency", milliseconds(found.milliseconds));
   at("latency").title = `median of ${found.runs} runs`;
@@ -163,11 +166,7 @@ function showPrediction(found) {
   });
   at("guesses").tBodies[0].replaceChildren(...rows);
   at("guesses").hidden = false;
-  note(found.bits, {
-    label: best.label,
-    confidence: percent(best.confidence),
-    latency: milliseconds(found.milliseconds),
-  });
+  note(found.bits, { guess: at("answer").textContent, latency: at("latency").textContent });
 }
 
 function forget() {
@@ -186,11 +185,11 @@ function row(cells) {
 }
 
 function note(bits, news) {
-  if (!tried.has(bits) && !Object.hasOwn(news, "label")) {
+  if (!tried.has(bits) && !Object.hasOwn(news, "guess")) {
     return; // nothing was predicted at this width
   }
   tried.set(bits, { ...tried.get(bits), memory: "", file: "", ...sizes.get(bits), ...news });
-  const rows = [...tried].map(([name, t]) => row([name, t.label, t.confidence, t.latency, t.memory, t.file]));
+  const rows = [...tried].map(([name, t]) => row([name, t.guess, t.latency, t.memory, t.file]));
   at("tried").querySelector("tbody").replaceChildren(...rows);
   at("tried").hidden = false;
 }
@@ -209,6 +208,8 @@ function take(blob, name) {
   const old = at("preview").src;
   at("preview").src = URL.createObjectURL(blob);
   at("preview").hidden = false;
+  at("pictures").hidden = false;
+  at("seen").parentElement.hidden = true; // until the network has got it
   at("preview").alt = name;
   if (old) {
     URL.revokeObjectURL(old);
@@ -265,9 +266,6 @@ function offerExamples() {
 function listenForPictures() {
   at("file").accept = about.types.join(",");
   at("file").addEventListener("change", () => takeFirst(at("file").files));
-  at("preview").addEventListener("load", () => {
-    at("preview").classList.toggle("small", at("preview").naturalWidth < 200); // its pixels are worth seeing
-  });
   at("preview").addEventListener("error", () => {
     at("preview").hidden = true;
   });

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from anybit.common.files import read_json, write_json
 from anybit.errors import FileError, SpecError
-from anybit.spec import Bits, Row
+from anybit.spec import FLOAT, Bits, Row
 
 FORMAT = "anybit-rows/1"
+
+WIDTHS = (FLOAT, *range(8, 1, -1))
+GRID = tuple(sorted((Bits(w, a) for w in WIDTHS for a in WIDTHS), key=lambda bits: bits.weights != bits.activations))
+"""Every pair of widths that a page has a place for, the equal ones first."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +103,34 @@ def summarize(rows: Iterable[Row]) -> list[Summary]:
         Summary(label, bits, statistics.mean(values), min(values), max(values), len(values))
         for (label, bits), values in groups.items()
     ]
+
+
+def told_apart(files: Sequence[RowFile], names: Sequence[str]) -> list[Row]:
+    """Return all rows; runs that differ in the seed alone share a label, others of one label are named after `names`.
+
+    A run folder ends in its seed; labels that are the same without it, each with its own seed, are one group.
+
+    >>> def runs(*pairs):
+    ...     return [RowFile("", (Row(label, seed, 4, 4, accuracy=0.5, loss=1.0, n=9),), {}) for label, seed in pairs]
+    >>> [row.label for row in told_apart(runs(("base-0", 0), ("base-1", 1), ("l1-0", 0)), ["a", "b", "c"])]
+    ['base', 'base', 'l1-0']
+    >>> [row.label for row in told_apart(runs(("base", 0), ("base", 0)), ["here", "there"])]
+    ['base (here)', 'base (there)']
+    >>> [row.label for row in told_apart(runs(("net-0", 0), ("net-0", 1), ("net-1", 1)), list("abc"))]
+    ['net-0', 'net-0', 'net-1']
+    """
+    count = Counter(key for file in files for key in {(row.label, row.seed) for row in file.rows})
+    rows = [
+        dataclasses.replace(row, label=f"{row.label} ({name})") if count[row.label, row.seed] > 1 else row
+        for file, name in zip(files, names, strict=True)
+        for row in file.rows
+    ]
+    seeds: dict[str, set[int]] = {}
+    for row in rows:
+        seeds.setdefault(row.label, set()).add(row.seed)
+    stems: dict[str, set[str]] = {}
+    for label, own in seeds.items():
+        if len(own) == 1:  # what has several seeds is a group already
+            stems.setdefault(label.removesuffix(f"-{min(own)}"), set()).add(label)
+    shared = {label: stem for stem, labels in stems.items() if len(labels) > 1 for label in labels}
+    return [dataclasses.replace(row, label=shared.get(row.label, row.label)) for row in rows]

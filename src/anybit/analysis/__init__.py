@@ -1,1 +1,0 @@
-"""One file per figure, table or claim."""
