@@ -56,7 +56,8 @@ def static(stranger: Stranger, task: Task, floats: Run, out: Path, *, per_channe
     begin = time.perf_counter()
     feeds = list(task.calibrate(floats))[:MOST_INPUTS]
     run = tools.quantize_static(stranger.file(), out, feeds, per_channel=per_channel)
-    yield "W8A8", run, {"adopt_seconds": time.perf_counter() - begin}
+    about = {"adopt_seconds": time.perf_counter() - begin, "summary": {"weights": tools.quantized_share(out)}}
+    yield "W8A8", run, about
 
 
 Tool = Callable[[Stranger, Task, Run, Path], Quantized]

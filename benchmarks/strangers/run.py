@@ -37,6 +37,7 @@ MARKS = {
     ("anybit without data", "refused"): 1.0,
 }  # fmt: skip
 """What every file should reach."""
+MEAN_W4A8 = 0.90
 IMAGENET_MARKS = {"W8A8": 1.0, "W4A8": 0.9, "W4A4": 0.7}
 """What ResNet-50 should reach, in both forms."""
 
@@ -111,10 +112,19 @@ def show(rows: list[Row], console: Console) -> None:
             console.print(f"{row['file']}, {row['tool']}: {row.get('error') or row['reason']}", soft_wrap=True)
 
 
+def _quantizes(row: Row) -> bool:
+    """Say whether the other tool quantized at least half of a network; leaving it as it is loses nothing."""
+    weights: float = row.get("summary", {}).get("weights", 0.0)
+    return row["tool"].startswith("quantize_static") and "score" in row and weights >= 0.5
+
+
 def misses(rows: list[Row]) -> list[str]:
     """Return what falls short: of a mark, or of ONNX Runtime's tool on the same inputs."""
     scores = {(row["file"], row["tool"], row["bits"]): row["score"] for row in rows if "bits" in row}
     found = []
+    low = [value for (_, tool, bits), value in scores.items() if (tool, bits) == ("anybit", "W4A8")]
+    if low and sum(low) / len(low) < MEAN_W4A8:
+        found.append(f"mean of {len(low)} files, anybit, W4A8: {sum(low) / len(low):.3f} of {MEAN_W4A8:.3f}")
     for name in dict.fromkeys(row["file"] for row in rows):
         marks = {key: mark for key, mark in MARKS.items() if suits(STRANGERS[name], key[0])}
         if name == "resnet50":
@@ -123,8 +133,8 @@ def misses(rows: list[Row]) -> list[str]:
             marks = {key: mark for key, mark in marks.items() if key[1] == "refused"}
         else:
             marks = {key: mark for key, mark in marks.items() if key[1] != "refused"}
-            peers = [scores.get((name, tool, "W8A8"), 0.0) for tool in TOOLS if tool.startswith("quantize_static")]
-            marks["anybit", "W8A8"] = max(marks["anybit", "W8A8"], *peers)
+            peers = [r["score"] for r in rows if r["file"] == name and _quantizes(r)]
+            marks["anybit", "W8A8"] = max([marks["anybit", "W8A8"], *peers])
         for (tool, bits), mark in marks.items():
             value = scores.get((name, tool, bits))
             if value is None or value < mark - 5e-4:

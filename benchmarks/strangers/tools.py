@@ -138,6 +138,28 @@ def quantize_static(path: Path, out: Path, feeds: Sequence[Feed], *, per_channel
     raise reason
 
 
+def quantized_share(path: Path) -> float:
+    """Return how much of a file's weights is stored in 8 bits; those inside of branches and loops count too."""
+    import onnx
+
+    def tensors(graph: Any) -> Iterator[Any]:
+        yield from graph.initializer
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.TENSOR:
+                    yield attribute.t
+                elif attribute.type == onnx.AttributeProto.GRAPH:
+                    yield from tensors(attribute.g)
+
+    sizes = {"small": 0, "float": 0}
+    for tensor in tensors(onnx.load(path).graph):
+        if len(tensor.dims) > 1:
+            small = tensor.data_type in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
+            wide = tensor.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
+            sizes["small" if small else "float"] += int(np.prod(tensor.dims)) if small or wide else 0
+    return sizes["small"] / max(1, sum(sizes.values()))
+
+
 def _quantize_static(path: Path, out: Path, feeds: Sequence[Feed], *, per_channel: bool) -> None:
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat
     from onnxruntime.quantization import quantize_static as quantize
