@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check table1 table2 figures appendix cifar10 bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale soak docs setup clean
+.PHONY: demo test check table1 table2 figures appendix cifar10 bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale bench-strangers soak docs setup clean
 
 demo: $(READY)
 	@$(BIN)/anybit demo
@@ -52,6 +52,9 @@ bench-order: $(READY)
 
 bench-scale: $(READY)
 	@$(BIN)/python benchmarks/scale.py
+
+bench-strangers: $(READY)
+	@$(BIN)/python benchmarks/strangers/run.py
 
 docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
