@@ -23,7 +23,7 @@ from anybit.errors import SpecError
 from anybit.evaluate.accuracy import evaluate
 from anybit.evaluate.examples import choose_examples, first_flips, thumbnails
 from anybit.evaluate.sweep import Prediction, predictions
-from anybit.objectives.select import quantizable_weights
+from anybit.objectives.quantizable import quantizable_weights
 from anybit.quant.allocate import bounds
 from anybit.quant.network import QuantizedNetwork
 from anybit.quant.points import WeightPoint

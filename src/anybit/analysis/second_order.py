@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from anybit.common.progress import Start, quiet
 from anybit.errors import MissingDependency, SpecError
-from anybit.objectives.select import quantizable_weights
+from anybit.objectives.quantizable import quantizable_weights
 from anybit.quant.capture import evaluating
 from anybit.quant.uniform import make_grid, min_max
 from anybit.spec import QuantSpec

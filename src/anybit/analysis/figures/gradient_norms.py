@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from anybit.analysis.figures.drawing import COLORS, MARKERS, plain_log
 from anybit.analysis.figures.request import Request
-from anybit.objectives.select import quantizable_weights
+from anybit.objectives.quantizable import quantizable_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
