@@ -125,12 +125,13 @@ def step_size(shifts: Sequence[Shift], loss: float, eps: float) -> float:
     if not moving:
         return 1.0
     penalty = sum(s.amount * s.norm for s in moving)
-    by_loss = math.sqrt(NOISE / CURVATURE * eps / 2) * abs(loss) / penalty if penalty else math.inf
     by_tensors = math.sqrt(eps / 2) / math.hypot(*(s.amount / s.size for s in moving))
+    by_loss = math.sqrt(NOISE / CURVATURE * eps / 2) * abs(loss) / penalty if penalty else by_tensors
     least = DIGITS * eps * max(s.size / s.amount for s in moving)
-    h = max(least, min(by_loss, by_tensors))
+    h = max(least, by_loss if by_loss < by_tensors else by_tensors ** (2 / 3) * by_loss ** (1 / 3))
     largest = max(moving, key=lambda s: s.size).amount
-    return float(2.0 ** round(math.log2(h * largest)) / largest)
+    power = round(math.log2(h * largest))
+    return float(2.0 ** max(power, math.ceil(math.log2(least * largest))) / largest)
 
 
 def two_pass(request: Request, closures: Sequence[Closure], scaler: Scaler | None = None, *, side: float = 1.0) -> Step:
