@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import anybit
 from anybit.errors import NonFiniteError, PenaltyError, SpecError
 from anybit.objectives.gradient import GradientPenalty
-from anybit.objectives.passes import FirstPass, SecondPass
+from anybit.objectives.record_replay import FirstPass, SecondPass
 from anybit.objectives.two_pass import Shift, step_size
 
 STRENGTHS = {"weights": (1e-3, 0.0), "activations": (0.0, 1e-3), "both": (1e-3, 1e-3)}
@@ -152,7 +152,7 @@ def test_live_kinks_are_what_the_replay_is_for(monkeypatch: pytest.MonkeyPatch) 
     model = case.build().train()
     closure = case.closure(model)
     want = penalty_gradient(model, closure, weight=1e-3, engine="double-backward")
-    monkeypatch.setattr("anybit.objectives.passes.KINKS", {})
+    monkeypatch.setattr("anybit.objectives.record_replay.KINKS", {})
     live = penalty_gradient(model, closure, weight=1e-3)
     assert float(F.cosine_similarity(want, live, 0)) < 0.9
 

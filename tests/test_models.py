@@ -7,7 +7,7 @@ from torch import nn
 from anybit.errors import SpecError
 from anybit.models import MODELS, build_model
 from anybit.models.mobilenet import round_to_eight
-from anybit.objectives.select import quantizable_weights
+from anybit.objectives.quantizable import quantizable_weights
 
 PARAMETERS = {
     ("vgg-like", 10): 12_979_082,

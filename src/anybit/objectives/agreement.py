@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from anybit.errors import AnybitError, PenaltyError
 from anybit.objectives.base import Closure, eagerly
 from anybit.objectives.double_backward import double_backward
-from anybit.objectives.state import buffers_kept, gradients_set_aside, random_state, set_random_state
+from anybit.objectives.restore import buffers_kept, gradients_set_aside, random_state, set_random_state
 from anybit.objectives.two_pass import Request, two_pass
 
 COSINE, RATIO = 0.99, 0.05

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from anybit.errors import NonFiniteError, PenaltyError
+from anybit.objectives.restore import add_gradients
 
 Closure = Callable[[], Tensor]
 """Runs the forward pass and returns the loss, a scalar with a graph behind it."""
@@ -26,10 +30,7 @@ class Scaler(Protocol):
     """What is needed of a `torch.amp.GradScaler`."""
 
     def scale(self, outputs: Tensor) -> Tensor:
-        """Multiply by the current scale."""
-
-    def get_scale(self) -> float:
-        """Return the current scale."""
+        """Multiply by the current scale, on the tensor's own device."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +70,15 @@ class WeightPenalty(Penalty):
     """A penalty that depends on the weights alone."""
 
     @abstractmethod
-    def gradients(self) -> tuple[float, list[tuple[Tensor, Tensor]]]:
+    def gradients(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Return the value, and each weight with the gradient of strength times value."""
+
+    def look(self, closure: Closure) -> None:  # most need no look
+        """Find out from a run of the closure what the weights are used for, if that matters and is not known yet."""
 
     def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Take a plain step and add this penalty's gradient."""
         return Sum([self]).backward(closure, scaler=scaler)
-
-    def add_gradients(self, scale: float) -> float:
-        """Add the gradient, times `scale`, to every `.grad`; return the value."""
-        value, pairs = self.gradients()
-        if not torch.isfinite(torch.tensor(value)):
-            raise NonFiniteError(f"the {self.name} penalty is {value}; are the weights finite?")
-        for weight, grad in pairs:
-            grad = grad.mul_(scale) if scale != 1.0 else grad
-            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
-        return value
 
 
 class Perturbation(Penalty):
@@ -92,7 +86,10 @@ class Perturbation(Penalty):
 
     @abstractmethod
     def around(self, closures: Sequence[Closure]) -> contextlib.AbstractContextManager[Sequence[Closure]]:
-        """Change the weights for one step, forward and backward; give the closures to run meanwhile."""
+        """Change the weights for one step, forward and backward; give the closures to run meanwhile.
+
+        What must be seen by the backward pass too, where checkpointed parts run again, is an `Under`.
+        """
 
     def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Take a plain step on the changed network."""
@@ -115,14 +112,34 @@ class Sum(Penalty):
     def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Run `closure`, add the gradient of loss and every penalty to every `.grad`, and say what was seen."""
         closures: Sequence[Closure] = parts_of(closure)
+        terms, pairs = self._on_top(closures[0])  # before anything is changed, since it may not be finite
         with contextlib.ExitStack() as stack:
             for part in self.parts:
                 if isinstance(part, Perturbation):
                     closures = stack.enter_context(part.around(closures))
             step = self.drivers[0].backward(closures, scaler=scaler) if self.drivers else plain_step(closures, scaler)
-        scale = scale_of(scaler)
-        terms = {p.name: p.add_gradients(scale) for p in self.parts if isinstance(p, WeightPenalty)}
+        if pairs and all(weight.grad is None for weight, _ in pairs):
+            warn_of_another_model()
+        for weight, grad in pairs:
+            add_gradients([weight], [grad if scaler is None else scaler.scale(grad)])
         return replace(step, terms=MappingProxyType({**step.terms, **terms}))
+
+    def _on_top(self, closure: Closure) -> tuple[dict[str, float], list[tuple[Tensor, Tensor]]]:
+        """Return the value of each penalty on the weights, and all their gradients."""
+        found = []
+        for part in self.parts:
+            if isinstance(part, WeightPenalty):
+                part.look(closure)
+                found.append((part.name, *part.gradients()))
+        pairs = [pair for _, _, some in found for pair in some]
+        numbers = read_numbers([value for _, value, _ in found] + extremes(grad for _, grad in pairs))
+        terms = dict(zip([name for name, _, _ in found], numbers, strict=False))
+        for name, value in terms.items():
+            if not math.isfinite(value):
+                raise NonFiniteError(f"the {name} penalty is {value}; no gradient was changed. Are the weights finite?")
+        if not all(map(math.isfinite, numbers)):
+            raise NonFiniteError(f"the gradient of {' + '.join(terms)} is not finite; no gradient was changed")
+        return terms, pairs
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "factor":
@@ -143,13 +160,35 @@ def parts_of(closure: Closures) -> list[Closure]:
     return parts
 
 
+class Under:
+    """A closure that runs under a mode, which stays for the backward pass."""
+
+    def __init__(self, closure: Closure, mode: TorchFunctionMode) -> None:
+        self.closure, self.mode = closure, mode
+
+    def __call__(self) -> Tensor:
+        """Run the closure; the mode is there already."""
+        return self.closure()
+
+
+@contextlib.contextmanager
+def modes_of(closure: Closure) -> Iterator[None]:
+    """Enter what a closure is to run under, forward and backward."""
+    if not isinstance(closure, Under):
+        yield
+        return
+    with modes_of(closure.closure), closure.mode:
+        yield
+
+
 def plain_step(closures: Sequence[Closure], scaler: Scaler | None) -> Step:
     """Take an ordinary step."""
     total = 0.0
     for closure in closures:
-        loss = check_loss(closure())
-        run_backward(loss, scaler)
-        total += float(loss.detach())
+        with modes_of(closure):
+            loss = check_loss(closure())
+            total += check_finite(*read_numbers([loss]))
+            run_backward(loss, scaler)
     return Step(total, float("nan"), None)
 
 
@@ -163,31 +202,64 @@ def run_backward(loss: Tensor, scaler: Scaler | None) -> None:
     )
 
 
-def scale_of(scaler: Scaler | None) -> float:
-    """Return what the gradients are multiplied by."""
-    return 1.0 if scaler is None else float(scaler.get_scale())
+def read_numbers(values: Sequence[Tensor]) -> list[float]:
+    """Return single numbers that may be on a device, waiting for it once.
+
+    >>> read_numbers([torch.tensor(1.5), torch.tensor([2.0])])
+    [1.5, 2.0]
+    """
+    if not values:
+        return []
+    wide = torch.float64 if any(v.dtype == torch.float64 for v in values) else torch.float32
+    numbers: list[float] = torch.stack([v.detach().reshape(()).to(values[0].device, wide) for v in values]).tolist()
+    return numbers
+
+
+def extremes(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return the largest absolute entry of each tensor, which is not finite if any entry is not.
+
+    >>> extremes([torch.tensor([-3.0, 1.0]), None, torch.tensor([float("nan"), 1.0])])
+    [tensor(3.), tensor(nan)]
+    """
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors if t is not None]
+    full = [t.detach() for t in dense if t.numel()]
+    return list(torch._foreach_norm(full, math.inf)) if full else []
 
 
 def check_loss(loss: Any) -> Tensor:
-    """Return the loss, unless it cannot be differentiated or would spread NaN into the weights."""
+    """Return the loss, unless it cannot be differentiated."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise PenaltyError(f"the closure must return the loss, one number in a tensor; got {what}")
     if not loss.requires_grad:
         raise PenaltyError("the loss has no gradient; is the closure under torch.no_grad, or the model frozen?")
-    if not bool(torch.isfinite(loss.detach())):
-        value = float(loss.detach())
-        raise NonFiniteError(f"the loss is {value}; no gradient was changed. Lower the learning rate?")
     return loss
 
 
-def check_norms(weight_norm: float, activation_norm: float) -> None:
-    """Refuse a gradient that would spread NaN into the weights."""
-    if not abs(weight_norm) + abs(activation_norm) < float("inf"):
+def check_finite(loss: float, weight_norm: float = 0.0, activation_norm: float = 0.0, *largest: float) -> float:
+    """Return the loss; refuse one, or a gradient, that would spread NaN into the weights."""
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"the loss is {loss}; no gradient was changed. Lower the learning rate?")
+    if not math.isfinite(weight_norm + activation_norm):
         raise NonFiniteError(
             f"the gradient's norm is {weight_norm} over weights and {activation_norm} over activations; no gradient "
             "was changed. Lower the penalty's strength or the learning rate"
         )
+    if not all(map(math.isfinite, largest)):
+        raise NonFiniteError(
+            "the gradient of some parameter is not finite; no gradient was changed. Lower the penalty's strength or "
+            "the learning rate"
+        )
+    return loss
+
+
+def warn_of_another_model() -> None:
+    """Say that a penalty's weights are not those that are trained."""
+    warnings.warn(
+        "the loss does not reach any weight of the model that this penalty was built for; build it from the model that "
+        "the closure runs",
+        stacklevel=3,
+    )
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from anybit.errors import PenaltyError, SpecError
 from anybit.objectives.agreement import Agreement, measure_agreement
 from anybit.objectives.base import Closure, Closures, Penalty, Scaler, Step, parts_of
 from anybit.objectives.double_backward import double_backward
-from anybit.objectives.passes import Norm
-from anybit.objectives.select import quantizable_weights
+from anybit.objectives.quantizable import WeightChoice
+from anybit.objectives.record_replay import Norm
 from anybit.objectives.two_pass import Request, two_pass
 
 Engine = Literal["two-pass", "double-backward"]
@@ -39,7 +39,8 @@ class GradientPenalty(Penalty):
             by λ in the direction that raises the loss most (l-infinity sharpness-aware training). Two-pass only.
         scale: "none" (the paper), or "range": λ in units of each tensor's own largest absolute value, as its
             quantization bin is.
-        every: Apply the penalty at every k-th step only, k times as strong; the steps between are plain ones.
+        every: Apply the penalty at every k-th step only, k times as strong; the steps between are plain ones. In the
+            worst case the point moves as far as always, and its gradient's difference to the plain one counts k times.
         layers: Names or patterns (`"layer3.*"`) of the weights to penalize. Default: all that will be quantized.
 
     Attributes:
@@ -87,15 +88,18 @@ class GradientPenalty(Penalty):
         self.model, self.norm, self.engine = model, norm, engine
         self.weight, self.activation = float(weight), float(activation)
         self.objective, self.scale, self.every = objective, scale, every
-        self.weights = quantizable_weights(model, layers)
+        self._choice = WeightChoice(model, layers, required=bool(weight))
         self._steps = 0
-        if weight and not self.weights:
-            raise PenaltyError(f"{type(model).__name__} has no weight of two or more dimensions to penalize")
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The weights that are penalized, by name, as the model has them now."""
+        return self._choice.weights()
 
     @property
     def divides(self) -> bool:
         """Whether it divides the difference of two gradients by a small number, which takes all digits of float32."""
-        return bool(self.weight or self.activation) and self.engine == "two-pass" and self.objective == "penalty"
+        return self.engine == "two-pass" and self.request().divides
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: how many steps were taken, and the factor."""
@@ -116,8 +120,9 @@ class GradientPenalty(Penalty):
         state: keep bookkeeping of your own outside it. With `scaler` (a `torch.amp.GradScaler`) the gradients are
         scaled by it, as `scaler.scale(loss).backward()` would.
         """
-        request = self.request(self.factor * self.every if self._steps % self.every == 0 else 0.0)
         closures = parts_of(closure)
+        self._choice.look(closures[0])
+        request = self.request(self.factor if self._steps % self.every == 0 else 0.0)
         if self.engine == "double-backward" and request.penalized:
             if len(closures) > 1:
                 raise PenaltyError("double backward takes a batch at once; give it one closure, or use two-pass")
@@ -127,14 +132,15 @@ class GradientPenalty(Penalty):
         self._steps += 1
         return step
 
-    def request(self, times: float = 1.0) -> Request:
-        """Return what one step is asked for, with both strengths multiplied by `times`."""
+    def request(self, factor: float = 1.0) -> Request:
+        """Return what one step is asked for, with both strengths multiplied by `factor`."""
         return Request(
             model=self.model,
             weights=list(self.weights.values()),
             norm=self.norm,
-            weight=times * self.weight,
-            activation=times * self.activation,
+            weight=factor * self.weight,
+            activation=factor * self.activation,
+            times=float(self.every),
             worst_case=self.objective == "worst-case",
             by_range=self.scale == "range",
             measure=not (self.weight or self.activation),
@@ -148,4 +154,5 @@ class GradientPenalty(Penalty):
         """
         if not (self.weight or self.activation):
             raise PenaltyError("nothing to check: both strengths are zero")
+        self._choice.look(closure)
         return measure_agreement(self.request(), closure)

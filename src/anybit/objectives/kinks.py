@@ -1,8 +1,12 @@
 """Functions with kinks, and how to run them again on the same side of every kink.
 
-The penalty's gradient is a derivative, and at a point where no input sits exactly on a kink it is that of the linear
-pieces in use. A finite difference sees jumps instead, as soon as a shift takes some input to the other side. So the
-first pass records which piece every entry was on (`record`), and the second runs those very pieces (`replay`).
+The penalty's gradient is a derivative, and that of a kinked function is the derivative of the linear pieces in use. A
+finite difference sees jumps instead, as soon as a shift takes some input to the other side. So the first pass records
+which piece every entry was on (`record`), and the second runs those very pieces (`replay`).
+
+An input exactly on a kink is on the piece whose slope PyTorch's backward pass takes there: `abs` has the slope zero at
+zero, `clamp` the slope one at its bounds but `hardtanh` zero, `maximum` one half for each of two equal inputs, `amax`
+an equal share for each of the largest, `max_pool2d` and `max(dim)` one for the index that they return.
 
 To teach the penalty another kinked function, add a `Kink` to `KINKS`.
 """
@@ -10,14 +14,15 @@ To teach the penalty another kinked function, add a `Kink` to `KINKS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.objectives.pieces import gated
-from anybit.objectives.taps import Function, spellings
+from anybit.objectives.activations import Function, spellings
+from anybit.objectives.chunks import gated, signs
 
 
 class Kink(ABC):
@@ -37,20 +42,27 @@ def argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: st
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
-class Masked(Kink):
-    """`x` where positive, something smooth in `x` elsewhere; the memo is the mask of the positive entries."""
+class Elementwise(Kink):
+    """A function of each entry by itself, and perhaps of `settings`, given in their order with their defaults.
 
-    def __init__(self, threshold: float = 0.0) -> None:
-        self.threshold = threshold
+    `sides` says which piece each entry is on, or `None` to let the function run live; `pieces` runs those pieces.
+    """
+
+    def __init__(self, sides: Callable[..., Any], pieces: Callable[..., Any], **settings: Any) -> None:
+        self.sides, self.pieces, self.defaults = sides, pieces, settings
+
+    def settings(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the settings of a call."""
+        return [argument(args, kwargs, i, name, default) for i, (name, default) in enumerate(self.defaults.items(), 1)]
 
     def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note which entries are above the threshold."""
-        mask = args[0].detach() > self.bound(args, kwargs)
-        return func(*args, **kwargs), mask
+        """Note the sides, then run the function, which may overwrite its input."""
+        memo = self.sides(args[0].detach(), *self.settings(args, kwargs))
+        return func(*args, **kwargs), memo
 
-    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return where the kink is."""
-        return self.threshold
+    def replay(self, memo: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the recorded pieces."""
+        return self.pieces(memo, args[0], *self.settings(args, kwargs))
 
 
 class Rectified(Kink):
@@ -91,108 +103,79 @@ class _Gate(torch.autograd.Function):
         return gated(grads[0], gate, None, 0.0, out=torch.empty_like(grads[0])), None, None, None, None
 
 
-class Leaky(Masked):
-    """`slope · x` elsewhere."""
-
-    def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Keep `x` or multiply it by the slope."""
-        x: Tensor = args[0]
-        return torch.where(memo, x, argument(args, kwargs, 1, "negative_slope", 0.01) * x)
+def _positive(x: Tensor, *_: Any) -> Tensor:
+    return x > 0
 
 
-class Parametric(Masked):
-    """`w · x` elsewhere, with a learned w per channel."""
-
-    def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Multiply by one or by the channel's weight."""
-        x, weight = args[0], argument(args, kwargs, 1, "weight", None)
-        if weight.numel() > 1:
-            weight = weight.view(-1, *[1] * (x.dim() - 2))
-        return torch.where(memo, x, weight * x)
+def _parametric(memo: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    if weight.numel() > 1:
+        weight = weight.view(-1, *[1] * (x.dim() - 2))
+    return torch.where(memo, x, weight * x)
 
 
-class Threshold(Masked):
-    """A constant elsewhere."""
-
-    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return where the kink is."""
-        return float(argument(args, kwargs, 1, "threshold", 0.0))
-
-    def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Keep `x` or put the value."""
-        return torch.where(memo, args[0], float(argument(args, kwargs, 2, "value", 0.0)))
+def _exponential(memo: Tensor, x: Tensor, alpha: float, scale: float = 1.0) -> Tensor:
+    negative = torch.where(memo, torch.zeros_like(x), x)
+    return scale * torch.where(memo, x, alpha * torch.expm1(negative))
 
 
-class ScaledExponential(Masked):
-    """SELU, whose slope jumps at zero."""
-
-    ALPHA, SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
-
-    def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Scale `x` or its exponential."""
-        x: Tensor = args[0]
-        negative = torch.where(memo, torch.zeros_like(x), x)
-        return self.SCALE * torch.where(memo, x, self.ALPHA * torch.expm1(negative))
+def _selu(memo: Tensor, x: Tensor) -> Tensor:
+    return _exponential(memo, x, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 
-class Absolute(Masked):
-    """The absolute value."""
-
-    def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Multiply by the recorded sign."""
-        return torch.where(memo, args[0], -args[0])
-
-
-class Clamped(Kink):
-    """Constant below `low` and above `high`; the memo is whether inside, and whether above."""
-
-    def __init__(
-        self, low: float | None = None, high: float | None = None, names: tuple[str, str] | None = None
-    ) -> None:
-        self.low, self.high, self.names = low, high, names
-
-    def bounds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the two kinks, from the call if it gives them."""
-        if self.names is None:
-            return self.low, self.high
-        low = argument(args, kwargs, 1, self.names[0], self.low)
-        high = argument(args, kwargs, 2, self.names[1], self.high)
-        return low, high
-
-    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note which entries are inside, and the constant of those that are not."""
-        x, (low, high) = args[0].detach(), self.bounds(args, kwargs)
-        if isinstance(low, Tensor) or isinstance(high, Tensor):
-            return func(*args, **kwargs), None
-        below = torch.zeros_like(x, dtype=torch.bool) if low is None else x <= low
-        above = torch.zeros_like(x, dtype=torch.bool) if high is None else x >= high
-        return func(*args, **kwargs), (below, above)
-
-    def replay(self, memo: tuple[Tensor, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Keep `x` inside, the recorded bound outside."""
-        below, above = memo
-        low, high = self.bounds(args, kwargs)
-        x = args[0]
-        if low is not None:
-            x = torch.where(below, torch.as_tensor(low, dtype=x.dtype), x)
-        return x if high is None else torch.where(above, torch.as_tensor(high, dtype=x.dtype), x)
+def _outside(x: Tensor, low: Any, high: Any) -> tuple[Any, Any] | None:
+    """Return which entries are below `low` and which above `high`; those on a bound are inside."""
+    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+        return None  # a constant
+    return None if low is None else x < low, None if high is None else x > high
 
 
-class HardSigmoid(Clamped):
-    """`x/6 + 1/2` between -3 and 3, 0 and 1 outside."""
-
-    def replay(self, memo: tuple[Tensor, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Run the recorded pieces."""
-        return super().replay(memo, args, kwargs) / 6 + 0.5
+def _outside_or_on(x: Tensor, low: Any, high: Any) -> tuple[Any, Any]:
+    return x <= low, x >= high
 
 
-class HardSwish(Clamped):
-    """`x · hard-sigmoid(x)`."""
+def _clamped(memo: tuple[Any, Any], x: Tensor, low: Any, high: Any) -> Tensor:
+    x = x if low is None else torch.where(memo[0], low, x)
+    return x if high is None else torch.where(memo[1], high, x)
 
-    def replay(self, memo: tuple[Tensor, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Run the recorded pieces."""
-        x: Tensor = args[0]
-        return x * (super().replay(memo, args, kwargs) / 6 + 0.5)
+
+SIXTH = float(torch.tensor(1 / 6, dtype=torch.float32))
+
+
+def _hard_sigmoid(memo: tuple[Any, Any], x: Tensor) -> Tensor:
+    inside = _clamped(memo, x, -3.0, 3.0)
+    if x.dtype == torch.float64:  # its slope is a sixth in single precision, whatever the format
+        return inside * SIXTH + inside.detach() * (1 / 6 - SIXTH) + 0.5
+    return inside / 6 + 0.5
+
+
+def _hard_swish(memo: tuple[Any, Any], x: Tensor) -> Tensor:
+    return x * (_clamped(memo, x, -3.0, 3.0) / 6 + 0.5)
+
+
+def _beyond(x: Tensor, bound: float) -> Tensor:
+    return torch.where(x.abs() > bound, signs(x), 0)
+
+
+def _order(x: Tensor, other: Tensor) -> Tensor:
+    """Return 1 where the first of two is larger, -1 where it is smaller, 0 where they are equal."""
+    return (x > other).to(torch.int8) - (x < other).to(torch.int8)
+
+
+def _larger(memo: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    return torch.where(memo > 0, x, torch.where(memo < 0, other, (x + other) / 2))
+
+
+def _smaller(memo: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    return _larger(-memo, x, other)
+
+
+def _l1_sides(x: Tensor, target: Tensor, reduction: Any) -> Tensor | None:
+    return signs(x - target.detach()) if reduction in ("none", "mean", "sum") else None
+
+
+def _l1_loss(memo: Tensor, x: Tensor, target: Tensor, reduction: str) -> Tensor:
+    distance = (x - target) * memo
+    return distance if reduction == "none" else distance.sum() if reduction == "sum" else distance.mean()
 
 
 class MaxPool(Kink):
@@ -233,55 +216,102 @@ class _Take(torch.autograd.Function):
         return out, None, None
 
 
-class ExtremeAlong(Kink):
-    """`x.max(dim)` and `x.min(dim)`; the full reduction and the two-tensor form go elsewhere."""
+class Sorted(Kink):
+    """What returns values and their indices along a dimension; the memo is the indices."""
+
+    def __init__(self, place: int = 1, otherwise: Kink | None = None) -> None:
+        self.place, self.otherwise = place, otherwise
 
     def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note where the extremes are, or which of two tensors won."""
+        """Note the indices; without a dimension the function is another one."""
+        if self.otherwise is not None and "dim" not in kwargs and not any(type(a) is int for a in args[1:2]):
+            out, memo = self.otherwise.record(func, args, kwargs)
+            return out, (None, memo)
         out = func(*args, **kwargs)
-        if isinstance(out, tuple):
-            return out, ("along", out[1])
-        other = argument(args, kwargs, 1, "other", None)
-        if isinstance(other, Tensor):
-            return out, ("pair", (out == args[0]).detach())
-        return out, ("all", (args[0] == out).detach().flatten().to(torch.int8).argmax())
+        return out, (type(out), out[1])
 
-    def replay(self, memo: tuple[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replay(self, memo: tuple[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the recorded entries."""
         kind, index = memo
-        x: Tensor = args[0]
-        if kind == "pair":
-            return torch.where(index, x, argument(args, kwargs, 1, "other", None))
-        if kind == "all":
-            return x.flatten()[index]
-        dim = argument(args, kwargs, 1, "dim", -1)
-        keep = argument(args, kwargs, 2, "keepdim", False)
-        taken = x.gather(dim, index if keep else index.unsqueeze(dim))
-        return torch.return_types.max((taken if keep else taken.squeeze(dim), index))
+        if kind is None:
+            assert self.otherwise is not None
+            return self.otherwise.replay(index, args, kwargs)
+        x, dim = args[0], argument(args, kwargs, self.place, "dim", -1)
+        kept = index.dim() == x.dim()
+        taken = x.gather(dim, index if kept else index.unsqueeze(dim))
+        return kind((taken if kept else taken.squeeze(dim), index))
+
+
+class Extreme(Kink):
+    """The largest or smallest entry along dimensions or of all: equal ones share; the memo is which they are."""
+
+    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Note the entries that are the extreme, or the order of two tensors."""
+        out = func(*args, **kwargs)
+        dim = argument(args, kwargs, 1, "dim", ())
+        full = func(args[0].detach(), dim=dim, keepdim=True) if isinstance(dim, int) or dim else out.detach()
+        return out, args[0].detach() == full
+
+    def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take the mean of the recorded entries."""
+        dim = argument(args, kwargs, 1, "dim", ())
+        dims = dim if isinstance(dim, int) or dim else tuple(range(memo.dim()))
+        keep = bool(argument(args, kwargs, 2, "keepdim", False))
+        taken = torch.where(memo, args[0], 0).sum(dims, keepdim=keep)
+        return taken / memo.sum(dims, keepdim=keep)
+
+
+class Pairwise(Elementwise):
+    """`max(x, y)` and `min(x, y)`, which without a second tensor are the extreme of all entries."""
+
+    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Note the order of two tensors, or where the extreme is."""
+        if self.settings(args, kwargs)[0] is not None:
+            return super().record(func, args, kwargs)
+        out, memo = Extreme().record(func, args, kwargs)
+        return out, (memo,)
+
+    def replay(self, memo: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the recorded pieces."""
+        if isinstance(memo, tuple):
+            return Extreme().replay(memo[0], args, kwargs)
+        return super().replay(memo, args, kwargs)
 
 
 def _table() -> dict[Function, Kink]:
+    larger, smaller = Elementwise(_order, _larger, other=None), Elementwise(_order, _smaller, other=None)
     kinds: dict[str, Kink] = {
         "relu": Rectified(),
-        "leaky_relu": Leaky(),
-        "prelu": Parametric(),
-        "threshold": Threshold(),
-        "selu": ScaledExponential(),
-        "abs": Absolute(),
-        "absolute": Absolute(),
-        "relu6": Clamped(0.0, 6.0),
-        "hardtanh": Clamped(-1.0, 1.0, ("min_val", "max_val")),
-        "clamp": Clamped(None, None, ("min", "max")),
-        "clip": Clamped(None, None, ("min", "max")),
-        "clamp_min": Clamped(None, None, ("min", "unused")),
-        "hardsigmoid": HardSigmoid(-3.0, 3.0),
-        "hardswish": HardSwish(-3.0, 3.0),
-        "max": ExtremeAlong(),
-        "min": ExtremeAlong(),
-        "maximum": ExtremeAlong(),
-        "minimum": ExtremeAlong(),
+        "leaky_relu": Elementwise(_positive, lambda m, x, s: torch.where(m, x, s * x), negative_slope=0.01),
+        "prelu": Elementwise(_positive, _parametric, weight=None),
+        "threshold": Elementwise(
+            lambda x, t, _: x > t, lambda m, x, _, v: torch.where(m, x, v), threshold=0.0, value=0.0
+        ),
+        "selu": Elementwise(_positive, _selu),
+        "elu": Elementwise(lambda x, alpha: None if alpha == 1.0 else x > 0, _exponential, alpha=1.0),
+        "abs": Elementwise(signs, lambda m, x: x * m),
+        "absolute": Elementwise(signs, lambda m, x: x * m),
+        "relu6": Elementwise(lambda x: _outside_or_on(x, 0.0, 6.0), lambda m, x: _clamped(m, x, 0.0, 6.0)),
+        "hardtanh": Elementwise(_outside_or_on, _clamped, min_val=-1.0, max_val=1.0),
+        "clamp": Elementwise(_outside, _clamped, min=None, max=None),
+        "clip": Elementwise(_outside, _clamped, min=None, max=None),
+        "clamp_min": Elementwise(lambda x, low: _outside(x, low, None), lambda m, x, v: _clamped(m, x, v, None), min=0),
+        "clamp_max": Elementwise(lambda x, v: _outside(x, None, v), lambda m, x, v: _clamped(m, x, None, v), max=0),
+        "hardsigmoid": Elementwise(lambda x: _outside_or_on(x, -3.0, 3.0), _hard_sigmoid),
+        "hardswish": Elementwise(lambda x: _outside_or_on(x, -3.0, 3.0), _hard_swish),
+        "softshrink": Elementwise(_beyond, lambda m, x, v: torch.where(m != 0, x - v * m, 0), lambd=0.5),
+        "hardshrink": Elementwise(_beyond, lambda m, x, _: torch.where(m != 0, x, 0), lambd=0.5),
+        "maximum": larger,
+        "minimum": smaller,
+        "max": Sorted(otherwise=Pairwise(_order, _larger, other=None)),
+        "min": Sorted(otherwise=Pairwise(_order, _smaller, other=None)),
+        "amax": Extreme(),
+        "amin": Extreme(),
+        "sort": Sorted(),
+        "topk": Sorted(place=2),
     }
     table = {func: kind for name, kind in kinds.items() for func in spellings(name)}
+    table[F.l1_loss] = Elementwise(_l1_sides, _l1_loss, target=None, reduction="mean")
     for dims in (1, 2, 3):
         for prefix in ("max_pool", "adaptive_max_pool"):
             name = f"{prefix}{dims}d"

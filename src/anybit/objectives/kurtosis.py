@@ -42,5 +42,9 @@ class KurtosisPenalty(SummedWeightPenalty):
         self.target = target
 
     def value(self, weight: Tensor) -> Tensor:
-        """Return this layer's share of the mean."""
-        return (kurtosis(weight) - self.target).pow(2) / len(self.weights)
+        """Return the penalty of one weight tensor."""
+        return (kurtosis(weight) - self.target).pow(2)
+
+    def total(self) -> Tensor:
+        """Return the mean over weights, not multiplied by the strength."""
+        return super().total() / len(self.weights)

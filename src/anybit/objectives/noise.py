@@ -8,72 +8,21 @@ folded tensor means for it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anybit.errors import SpecError
-from anybit.objectives.base import Closure, Perturbation, eagerly
-from anybit.objectives.pieces import pieces
-from anybit.objectives.select import quantizable_weights
-from anybit.objectives.state import buffers_kept, random_state, replaced, set_random_state
-from anybit.objectives.taps import Function, is_activation
+from anybit.objectives.activations import Function, is_activation
+from anybit.objectives.base import Closure, Perturbation, Under, eagerly
+from anybit.objectives.chunks import chunks
+from anybit.objectives.quantizable import Folding, WeightChoice, products_in
+from anybit.objectives.restore import replaced
 from anybit.spec import FLOAT, QuantSpec, check_width
-
-LAYERS = frozenset({F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear})
-TRANSPOSED = frozenset({F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d})
-
-
-@dataclass(frozen=True)
-class Folding:
-    """The batch norm behind a weight: the factor by which folding will multiply each output channel."""
-
-    variance: Tensor
-    gamma: Tensor | None
-    eps: float
-    axis: int
-
-    def factor(self, dims: int) -> Tensor:
-        """Return γ/σ, shaped to broadcast with the weight."""
-        scale = 1.0 if self.gamma is None else self.gamma.detach()
-        shape = [1] * dims
-        shape[self.axis] = -1
-        return (scale * torch.rsqrt(self.variance + self.eps)).view(shape)
-
-
-class FindFoldings(TorchFunctionMode):
-    """Notes which weight's output goes straight into which batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.foldings: dict[int, Folding] = {}
-        self._outputs: list[tuple[Tensor, Tensor, int]] = []
-
-    def __torch_function__(
-        self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.batch_norm:
-            self._note(args, kwargs)
-        out = func(*args, **kwargs)
-        if func in LAYERS and len(args) > 1:
-            self._outputs.append((out, args[1], 1 if func in TRANSPOSED else 0))
-        return out
-
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-        call = {"eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
-        for out, weight, axis in self._outputs:
-            variance = call.get("running_var")
-            if out is call["input"] and variance is not None and weight.shape[axis] == len(variance):
-                self.foldings[id(weight)] = Folding(variance, call.get("weight"), float(call["eps"]), axis)
 
 
 def bin_noise(
@@ -84,7 +33,7 @@ def bin_noise(
     A channel that folding makes tiny is rounded to zero at worst, so its noise stays below its own largest entry.
     """
     _, last = QuantSpec(bits).levels
-    factor = torch.ones((), dtype=weight.dtype) if folding is None else folding.factor(weight.dim())
+    factor = weight.new_ones(()) if folding is None else folding.factor(weight.dim())
     half = (weight * factor).abs().max() / last / 2
     others = [d for d in range(weight.dim()) if folding is None or d != folding.axis]
     own = weight.abs().amax(others, keepdim=True)
@@ -114,23 +63,23 @@ class ActivationNoise(TorchFunctionMode):
         noisy = out.clone()
         with torch.no_grad():  # a constant is added: the graph stays as it is
             half = self.strength * self._half_bin(noisy)
-            for (part,) in pieces(noisy):
-                part.add_(torch.empty_like(part).uniform_(-half, half))
+            for (part,) in chunks(noisy):
+                part.add_(torch.empty_like(part).uniform_(-1.0, 1.0).mul_(half))
         return args[0].copy_(noisy) if inplace else noisy
 
-    def _half_bin(self, x: Tensor) -> float:
-        low, high = (float(v) for v in torch.aminmax(x))
-        _, last = QuantSpec(self.bits, signed=False).levels
-        if -low > high / last:  # more than a bin below zero: a signed grid
-            _, last = QuantSpec(self.bits).levels
-        return max(-low, high) / last / 2
+    def _half_bin(self, x: Tensor) -> Tensor:
+        """Return half a bin of the grid for `x`, without waiting for the device."""
+        low, high = torch.aminmax(x)
+        (_, unsigned), (_, signed) = QuantSpec(self.bits, signed=False).levels, QuantSpec(self.bits).levels
+        beyond = -low > high / unsigned  # more than a bin below zero: a signed grid
+        return torch.maximum(-low, high) / torch.where(beyond, float(signed), float(unsigned)) / 2
 
 
 def writes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call of an activation function overwrites its input.
 
-    >>> x = torch.zeros(1)
-    >>> [writes(f, a, k) for f, a, k in ((torch.relu_, (x,), {}), (F.relu, (x, True), {}), (F.relu, (x,), {}))]
+    >>> x, relu = torch.zeros(1), nn.functional.relu
+    >>> [writes(f, a, k) for f, a, k in ((torch.relu_, (x,), {}), (relu, (x, True), {}), (relu, (x,), {}))]
     [True, True, False]
     """
     return func.__name__.endswith("_") or bool(kwargs.get("inplace")) or any(arg is True for arg in args[1:])
@@ -170,10 +119,9 @@ class UniformNoise(Perturbation):
             raise SpecError("noise needs at least one width to draw from")
         if not (weights or activations):
             raise SpecError("noise on neither weights nor activations does nothing; drop it")
-        self.model = model
-        self.weights = list(quantizable_weights(model, layers).values()) if weights else []
-        self.activations = activations
-        self._foldings: dict[int, Folding] | None = None
+        self.model, self.activations = model, activations
+        self._choice = WeightChoice(model, layers, required=False) if weights else None
+        self._seen: tuple[list[nn.Parameter], dict[int, Folding]] | None = None
 
     def _draw(self) -> int:
         return self.widths[int(torch.randint(len(self.widths), ()))]
@@ -181,30 +129,24 @@ class UniformNoise(Perturbation):
     @contextlib.contextmanager
     def around(self, closures: Sequence[Closure]) -> Iterator[Sequence[Closure]]:
         """Perturb for one step, forward and backward."""
-        if self._foldings is None:
-            self._foldings = self._find(closures[0])
         strength = self.factor * self.strength
         weight_bits, activation_bits = self._draw(), self._draw()
-        weights = [] if weight_bits == FLOAT else [w for w in self.weights if w.requires_grad]
+        weights, foldings = self._look(closures[0])
+        weights = [] if weight_bits == FLOAT else weights
         with torch.no_grad():
-            drawn = (bin_noise(w.data, weight_bits, self._foldings.get(id(w))) for w in weights)
+            drawn = (bin_noise(w.data, weight_bits, foldings.get(id(w))) for w in weights)
             values = [w.data + noise.mul_(strength) for w, noise in zip(weights, drawn, strict=True)]
-
-        def noisy(closure: Closure) -> Tensor:
-            if not self.activations or activation_bits == FLOAT:
-                return closure()
-            with ActivationNoise(activation_bits, strength):
-                return closure()
-
+        noisy = self.activations and activation_bits != FLOAT
         with replaced(weights, values), eagerly(self.activations):
-            yield [functools.partial(noisy, closure) for closure in closures]
+            yield [Under(c, ActivationNoise(activation_bits, strength)) for c in closures] if noisy else closures
 
-    def _find(self, closure: Closure) -> dict[int, Folding]:
-        """Run the closure once to see which weights a batch norm will be folded into."""
-        state = random_state()
-        try:
-            with torch.no_grad(), eagerly(), buffers_kept(self.model), FindFoldings() as found:
-                closure()
-            return dict(found.foldings)
-        finally:
-            set_random_state(state)
+    def _look(self, closure: Closure) -> tuple[list[nn.Parameter], dict[int, Folding]]:
+        """Return the weights to perturb and the batch norms behind them, from a run of the closure if need be."""
+        if self._choice is None:
+            return [], {}
+        parameters = list(self.model.parameters())
+        if self._seen is None or [id(p) for p in self._seen[0]] != [id(p) for p in parameters]:
+            seen = products_in(self.model, closure)
+            self._choice.look(closure, seen)
+            self._seen = parameters, seen.foldings
+        return [w for w in self._choice.weights().values() if w.requires_grad], self._seen[1]

@@ -37,11 +37,31 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import NonFiniteError, PenaltyError
-from anybit.objectives.base import Closure, Scaler, Step, check_loss, check_norms, eagerly, run_backward, scale_of
-from anybit.objectives.passes import Activation, FirstPass, Norm, SecondPass, direction, norm_of, root_mean_square
-from anybit.objectives.pieces import extrapolate_
+from anybit.objectives.base import (
+    Closure,
+    Scaler,
+    Step,
+    check_finite,
+    check_loss,
+    eagerly,
+    extremes,
+    modes_of,
+    read_numbers,
+    run_backward,
+    warn_of_another_model,
+)
+from anybit.objectives.chunks import extrapolate_
 from anybit.objectives.processes import agreed, averaged, kept, synced
-from anybit.objectives.state import buffers_kept, gradients_set_aside, random_state, replaced, set_random_state
+from anybit.objectives.record_replay import FirstPass, Norm, Operand, SecondPass, direction
+from anybit.objectives.restore import (
+    add_gradients,
+    buffers_kept,
+    full_precision,
+    gradients_set_aside,
+    random_state,
+    replaced,
+    set_random_state,
+)
 
 NOISE = 32
 """Roundoffs that a gradient entry has gathered: measured between 30 and 60 on networks of 8 to 53 layers."""
@@ -55,13 +75,14 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Request:
-    """What a step is asked for: whose gradients, in which norm, how strongly."""
+    """What a step is asked for: whose gradients, in which norm, how strongly, and `times` that difference."""
 
     model: nn.Module
     weights: Sequence[nn.Parameter]
     norm: Norm
     weight: float
     activation: float
+    times: float = 1.0
     worst_case: bool = False
     by_range: bool = False
     measure: bool = False
@@ -73,10 +94,14 @@ class Request:
         return self.weight > 0 or self.activation > 0
 
     @property
+    def divides(self) -> bool:
+        """Whether a difference of gradients is divided by a small number, which takes frozen kinks and all digits."""
+        return self.penalized and not self.worst_case
+
+    @property
     def watched(self) -> bool:
         """Whether the closure's functions must be seen."""
-        frozen_kinks = self.penalized and not self.worst_case
-        return self.measure or frozen_kinks or self.activation > 0
+        return self.measure or self.divides or self.activation > 0
 
 
 @dataclass(frozen=True)
@@ -100,12 +125,13 @@ def step_size(shifts: Sequence[Shift], loss: float, eps: float) -> float:
     if not moving:
         return 1.0
     penalty = sum(s.amount * s.norm for s in moving)
-    by_loss = math.sqrt(NOISE / CURVATURE * eps / 2) * abs(loss) / penalty if penalty else math.inf
     by_tensors = math.sqrt(eps / 2) / math.hypot(*(s.amount / s.size for s in moving))
+    by_loss = math.sqrt(NOISE / CURVATURE * eps / 2) * abs(loss) / penalty if penalty else by_tensors
     least = DIGITS * eps * max(s.size / s.amount for s in moving)
-    h = max(least, min(by_loss, by_tensors))
+    h = max(least, by_loss if by_loss < by_tensors else by_tensors ** (2 / 3) * by_loss ** (1 / 3))
     largest = max(moving, key=lambda s: s.size).amount
-    return float(2.0 ** round(math.log2(h * largest)) / largest)
+    power = round(math.log2(h * largest))
+    return float(2.0 ** max(power, math.ceil(math.log2(least * largest))) / largest)
 
 
 def two_pass(request: Request, closures: Sequence[Closure], scaler: Scaler | None = None, *, side: float = 1.0) -> Step:
@@ -114,54 +140,120 @@ def two_pass(request: Request, closures: Sequence[Closure], scaler: Scaler | Non
     Several closures are the parts of a batch: each pass goes through all of them. `side=-1` shifts the other way, for a
     difference to both sides.
     """
-    parameters = [p for p in request.model.parameters() if p.requires_grad]
-    with gradients_set_aside(parameters) as before:
+    parameters = trained(request)
+    with gradients_set_aside(parameters) as before, full_precision(request.divides):
         start = random_state()
-        loss, firsts = _first_pass(request, closures, scaler)
-        weights = [p for p in request.weights if p.requires_grad and p.grad is not None]
-        step, finite = _measure(request, loss, weights, firsts, scaler)
-        if request.penalized and finite:
+        losses, firsts = _first_pass(request, closures, scaler)
+        seen = _measure(request, losses, parameters, firsts, scaler)
+        if request.penalized and seen.usable:
             end = random_state()
             set_random_state(start)
-            _second_pass(request, closures, firsts, parameters, weights, step, scaler, side)
+            _second_pass(request, closures, firsts, parameters, seen, scaler, side)
             set_random_state(end)
-        for parameter, old in zip(parameters, averaged(request.model, before), strict=True):
-            if old is not None:
-                parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
-    return step
+        add_gradients(parameters, averaged(request.model, before))
+    return seen.step
 
 
-def _first_pass(request: Request, closures: Sequence[Closure], scaler: Scaler | None) -> tuple[float, list[FirstPass]]:
-    """Run the closures as they are; return the loss and what was recorded of each."""
-    frozen = request.penalized and not request.worst_case
-    total, firsts = 0.0, []
+def trained(request: Request) -> list[nn.Parameter]:
+    """Return the parameters that a step changes the gradient of."""
+    parameters = [p for p in request.model.parameters() if p.requires_grad]
+    if request.penalized and not parameters:
+        raise PenaltyError(
+            f"every parameter of {type(request.model).__name__} is frozen, so a penalty can change nothing; build it "
+            "from the module that is trained, or set both strengths to zero"
+        )
+    return parameters
+
+
+def _first_pass(
+    request: Request, closures: Sequence[Closure], scaler: Scaler | None
+) -> tuple[list[Tensor], list[FirstPass]]:
+    """Run the closures as they are; return the loss of each and what was recorded."""
+    losses, firsts = [], []
     for part, closure in enumerate(closures, start=1):
-        first = FirstPass(request.norm, directions=request.activation > 0, kinks=frozen, reach=request.by_range)
-        with synced(request.model, part == len(closures)), eagerly(request.watched), first.watching(request.watched):
+        first = FirstPass(
+            request.norm, directions=request.activation > 0, kinks=request.divides, reach=request.by_range
+        )
+        with (
+            synced(request.model, part == len(closures)),
+            eagerly(request.watched),
+            first.watching(request.watched),
+            modes_of(closure),
+        ):
             loss = check_loss(closure())
             run_backward(loss, scaler)
-        if first.short is not None and frozen:
+        if first.short is not None and request.divides:
             raise PenaltyError(
                 f"the model computes in {str(first.short).removeprefix('torch.')}, too few digits for the difference "
                 "of two passes; use engine='double-backward', objective='worst-case', or a closure without autocast"
             )
-        total += float(loss.detach())
+        losses.append(loss.detach())
         firsts.append(first)
-    return total, firsts
+    return losses, firsts
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the first pass saw: the step for the log, and the tensors to move with how far each moves per unit of h."""
+
+    step: Step
+    usable: bool
+    weights: list[nn.Parameter]
+    active: list[Operand]
+    amounts: list[float]
+    h: float
 
 
 def _measure(
-    request: Request, loss: float, weights: list[nn.Parameter], firsts: list[FirstPass], scaler: Scaler | None
-) -> tuple[Step, bool]:
-    """Return what the first pass saw; overflown gradients are an error, or the scaler's business if there is one."""
-    by = scale_of(scaler)
-    weight_norm = sum(float(norm_of(_grad(p), request.norm)) for p in weights) / by
-    norms = [a.norm for first in firsts for a in first.activations if a.norm is not None]
-    activation_norm = float(torch.stack(norms).sum()) / by if norms else 0.0
+    request: Request,
+    losses: list[Tensor],
+    parameters: list[nn.Parameter],
+    firsts: list[FirstPass],
+    scaler: Scaler | None,
+) -> Seen:
+    """Return what the first pass saw; overflown gradients are an error, or the scaler's business if there is one.
+
+    All numbers come from the device at once: waiting for it once per tensor would cost more than the arithmetic.
+    """
+    weights = [p for p in request.weights if p.requires_grad and p.grad is not None]
+    operands = [Operand(p, reach=request.by_range) for p in weights]
+    for operand, weight in zip(operands, weights, strict=True):
+        operand.take(_grad(weight), request.norm, directed=False)
+    count = len(operands)
+    operands += [a for first in firsts for a in first.activations]
+    one = torch.ones_like(losses[0].reshape(()))
+    table = [column for o in operands for column in (o.norm, o.size, one if o.reach is None else o.reach)]
+    ends = extremes(p.grad for p in parameters)
+    scale = one if scaler is None else scaler.scale(one)
+    numbers = read_numbers([torch.stack(losses).sum(), scale, *(t for t in table if t is not None), *ends])
+    loss, by, rows = numbers[0], numbers[1], numbers[2 : 2 + len(table)]
+    norms, sizes, reaches = [n / by for n in rows[::3]], rows[1::3], rows[2::3]
+    step = Step(loss, sum(norms[:count]), sum(norms[count:]) if request.watched else None)
+    check_finite(loss)
+    finite = all(map(math.isfinite, numbers))
     if scaler is None:
-        check_norms(weight_norm, activation_norm)
-    step = Step(loss, weight_norm, activation_norm if request.watched else None)
-    return step, math.isfinite(weight_norm + activation_norm)
+        check_finite(loss, step.weight_norm, step.activation_norm or 0.0, *numbers[2 + len(table) :])
+    if request.penalized and not ends:
+        warn_of_another_model()
+    amounts = [(request.weight if i < count else request.activation) * r for i, r in enumerate(reaches)]
+    h = 1.0 if request.worst_case or not finite else _step(request, operands, amounts, norms, sizes, loss)
+    return Seen(step, finite and bool(ends), weights, operands[count:], amounts, h)
+
+
+def _step(
+    request: Request,
+    operands: list[Operand],
+    amounts: list[float],
+    norms: list[float],
+    sizes: list[float],
+    loss: float,
+) -> float:
+    """Return h for tensors that move so far, of such norms and sizes."""
+    # A unit vector's entries are one over the root of their number; signs are one.
+    spreads = [1.0 if request.norm == "l1" else 1.0 / math.sqrt(max(1, o.numel)) for o in operands]
+    rows = zip(operands, amounts, spreads, sizes, norms, strict=True)
+    moved = [(o, Shift(a * spread, size, n / spread)) for o, a, spread, size, n in rows if a > 0]
+    return step_size([shift for _, shift in moved], loss, max((o.eps for o, _ in moved), default=1.0))
 
 
 def _second_pass(
@@ -169,59 +261,37 @@ def _second_pass(
     closures: Sequence[Closure],
     firsts: list[FirstPass],
     parameters: list[nn.Parameter],
-    weights: list[nn.Parameter],
-    step: Step,
+    seen: Seen,
     scaler: Scaler | None,
     side: float,
 ) -> None:
     """Run the closures once more, shifted, and turn the difference into the gradient of loss and penalty."""
     old = kept([p.grad for p in parameters])
-    moved = weights if request.weight > 0 else []
-    active = [a for first in firsts for a in first.activations if a.direction is not None]
-    amounts, h = _amounts(request, moved, active, step, scale_of(scaler))
-    h = agreed(h, parameters[0].device) * side
-    values = _shifted([p.data for p in moved], [_grad(p) for p in moved], [h * a for a in amounts], request.norm)
-    factors = {a: h * amount for a, amount in zip(active, amounts[len(moved) :], strict=True)}
+    h = agreed(seen.h, parameters[0].device) * side
+    shifts = [h * amount for amount in seen.amounts]
+    moved = seen.weights if request.weight > 0 else []
+    values = _shifted([p.data for p in moved], [_grad(p) for p in moved], shifts, request.norm)
+    factors = dict(zip(seen.active, shifts[len(seen.weights) :], strict=True)) if request.activation > 0 else {}
+    losses = []
     with buffers_kept(request.model), replaced(moved, values), eagerly(request.watched):
         for parameter in parameters:
             parameter.grad = None
         for part, (first, closure) in enumerate(zip(firsts, closures, strict=True), start=1):
             second = SecondPass(first, factors)
-            with synced(request.model, part == len(closures)), second.watching(request.watched):
+            with synced(request.model, part == len(closures)), second.watching(request.watched), modes_of(closure):
                 loss = closure()
-                if not bool(torch.isfinite(loss.detach())):
-                    raise NonFiniteError(f"the shifted loss is {float(loss.detach())}; lower the penalty's strength")
                 run_backward(loss, scaler)
+            losses.append(loss)
     for parameter, a in zip(parameters, old, strict=True):
         if parameter.grad is None:
             parameter.grad = a
-        elif a is not None and h != 1.0:
-            extrapolate_(parameter.grad, a, h)
-
-
-def _amounts(
-    request: Request, weights: list[nn.Parameter], active: list[Activation], step: Step, by: float
-) -> tuple[list[float], float]:
-    """Return how far each tensor moves per unit of h, weights first, and h. Gradients come multiplied by `by`."""
-    one = torch.ones(())
-    reaches = [torch.linalg.vector_norm(p.data, ord=math.inf) if request.by_range else one for p in weights]
-    reaches += [one if a.reach is None else a.reach for a in active]
-    strengths = [request.weight] * len(weights) + [request.activation] * len(active)
-    amounts = [s * r for s, r in zip(strengths, torch.stack(reaches).tolist(), strict=True)] if reaches else []
-    if request.worst_case:
-        return amounts, 1.0
-    sizes = torch.stack([root_mean_square(p.data) for p in weights] + [a.size for a in active]).tolist()
-    norms = [norm_of(_grad(p), request.norm) for p in weights]
-    norms += [a.norm for a in active if a.norm is not None]
-    counts = [p.numel() for p in weights] + [a.numel for a in active]
-    # A unit vector's entries are one over the root of their number; signs are one.
-    spreads = [1.0 if request.norm == "l1" else 1.0 / math.sqrt(max(1, n)) for n in counts]
-    shifts = [
-        Shift(amount * spread, size, norm / spread / by)
-        for amount, spread, size, norm in zip(amounts, spreads, sizes, torch.stack(norms).tolist(), strict=True)
-    ]
-    eps = max([torch.finfo(p.dtype).eps for p in weights] + [a.eps for a in active])
-    return amounts, step_size(shifts, step.loss, eps)
+        elif a is not None and h != request.times:
+            extrapolate_(parameter.grad, a, h / request.times)
+    numbers = read_numbers([torch.stack(losses).sum(), *extremes(p.grad for p in parameters)])
+    if not math.isfinite(numbers[0]):
+        raise NonFiniteError(f"the shifted loss is {numbers[0]}; lower the penalty's strength")
+    if scaler is None:
+        check_finite(0.0, 0.0, 0.0, *numbers)
 
 
 def _shifted(weights: list[Tensor], grads: list[Tensor], factors: Sequence[float], norm: Norm) -> Iterator[Tensor]:

@@ -8,9 +8,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from anybit.errors import PenaltyError, SpecError
-from anybit.objectives.base import WeightPenalty
-from anybit.objectives.select import quantizable_weights
+from anybit.errors import SpecError
+from anybit.objectives.base import Closure, WeightPenalty
+from anybit.objectives.quantizable import WeightChoice
 
 
 class SummedWeightPenalty(WeightPenalty):
@@ -20,9 +20,16 @@ class SummedWeightPenalty(WeightPenalty):
         if not 0 <= strength < math.inf:
             raise SpecError(f"strength must be zero or more, got {strength!r}")
         self.strength = float(strength)
-        self.weights = quantizable_weights(model, layers)
-        if not self.weights:
-            raise PenaltyError(f"{type(model).__name__} has no weight of two or more dimensions to penalize")
+        self._choice = WeightChoice(model, layers, required=True)
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The weights, by name, as the model has them now."""
+        return self._choice.weights()
+
+    def look(self, closure: Closure) -> None:
+        """Find out which parameters are multiplied, where their layer does not tell."""
+        self._choice.look(closure)
 
     @abstractmethod
     def value(self, weight: Tensor) -> Tensor:
@@ -32,10 +39,10 @@ class SummedWeightPenalty(WeightPenalty):
         """Return the sum over weights, not multiplied by the strength."""
         return torch.stack([self.value(w) for w in self.weights.values()]).sum()
 
-    def gradients(self) -> tuple[float, list[tuple[Tensor, Tensor]]]:
+    def gradients(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Return the sum, and each trainable weight with its gradient."""
         weights = [w for w in self.weights.values() if w.requires_grad]
         with torch.enable_grad():
             total = self.total()
             grads = torch.autograd.grad(self.strength * self.factor * total, weights) if weights else ()
-        return float(total.detach()), list(zip(weights, grads, strict=True))
+        return total.detach(), list(zip(weights, grads, strict=True))

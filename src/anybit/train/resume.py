@@ -28,7 +28,7 @@ from anybit.common.files import read_json
 from anybit.data import Dataset
 from anybit.errors import CheckpointError
 from anybit.objectives.base import Penalty
-from anybit.objectives.state import random_state, set_random_state
+from anybit.objectives.restore import random_state, set_random_state
 from anybit.train.checkpoint import check_fit, printable, read_tensors, write_tensors
 from anybit.train.clock import Clock, EpochTime
 from anybit.train.place import Place

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anybit.errors import PenaltyError
+from anybit.objectives.activations import Function, is_activation, with_graph
 from anybit.objectives.checkpointing import CallOrder
+from anybit.objectives.chunks import l1_norm, signs, signs_and_l1, wide_format
 from anybit.objectives.kinks import KINKS, Kink, Rectified
-from anybit.objectives.pieces import l1_norm, signs, signs_and_l1
-from anybit.objectives.taps import Function, is_activation, with_graph
 
 Norm = Literal["l1", "l2"]
-
 
 SHORT = (torch.bfloat16, torch.float16)
 """Formats with too few digits for a finite difference."""
@@ -55,34 +54,42 @@ def root_mean_square(x: Tensor) -> Tensor:
     >>> root_mean_square(torch.tensor([3.0, 4.0, 0.0, 0.0]))
     tensor(2.5000)
     """
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    size: Tensor = torch.linalg.vector_norm(x, dtype=wide) / math.sqrt(max(1, x.numel()))
+    size: Tensor = torch.linalg.vector_norm(x, dtype=wide_format(x)) / math.sqrt(max(1, x.numel()))
     return size
+
+
+class Operand:
+    """One weight or activation output in the first pass: its size, and in the end which way its gradient points."""
+
+    __slots__ = ("direction", "eps", "norm", "numel", "reach", "size")
+
+    def __init__(self, value: Tensor, *, reach: bool, sample: bool = False) -> None:
+        value = value.detach()
+        # Two examples stand for the batch, of which one may be blank: the step needs the order of magnitude only.
+        self.size = root_mean_square(value[:: (len(value) + 1) // 2] if sample and value.dim() and len(value) else value)
+        self.reach = torch.linalg.vector_norm(value, ord=math.inf) if reach else None
+        self.numel, self.eps = value.numel(), torch.finfo(value.dtype).eps
+        self.direction: Tensor | None = None
+        self.norm: Tensor | None = None
+
+    def take(self, grad: Tensor, norm: Norm, *, directed: bool) -> None:
+        """Note the norm of the gradient, and its direction if that is wanted."""
+        if directed and norm == "l1":
+            self.direction, self.norm = signs_and_l1(grad)
+            return
+        self.norm = norm_of(grad, norm)
+        if directed:
+            self.direction = direction(grad, norm)
 
 
 class Call:
     """One call of a watched function in the first pass: what the second needs to run it again."""
 
-    __slots__ = ("activation", "func", "inplace", "memo")
+    __slots__ = ("func", "inplace", "memo", "output")
 
     def __init__(self, func: Function, memo: Any, *, inplace: bool) -> None:
         self.func, self.memo, self.inplace = func, memo, inplace
-        self.activation: Activation | None = None
-
-
-class Activation:
-    """One activation output in the first pass: its size, and in the end which way its gradient points."""
-
-    __slots__ = ("direction", "eps", "norm", "numel", "reach", "size")
-
-    def __init__(self, out: Tensor, *, reach: bool) -> None:
-        value = out.detach()
-        # One example stands for the batch: the step needs the order of magnitude only.
-        self.size = root_mean_square(value[:1] if value.dim() else value)
-        self.reach = torch.linalg.vector_norm(value, ord=math.inf) if reach else None
-        self.numel, self.eps = out.numel(), torch.finfo(out.dtype).eps
-        self.direction: Tensor | None = None
-        self.norm: Tensor | None = None
+        self.output: Operand | None = None
 
 
 class Watch(TorchFunctionMode, ABC):
@@ -126,9 +133,9 @@ class FirstPass(Watch):
         self.calls: list[Call] = []
 
     @property
-    def activations(self) -> list[Activation]:
-        """The activation outputs, in the order of the calls."""
-        return [call.activation for call in self.calls if call.activation is not None]
+    def activations(self) -> list[Operand]:
+        """The activation outputs that the loss depends on, in the order of the calls."""
+        return [call.output for call in self.calls if call.output is not None and call.output.norm is not None]
 
     def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function, note its pieces, and hook its output."""
@@ -141,26 +148,15 @@ class FirstPass(Watch):
         self.calls.append(call)
         if is_activation(func) and isinstance(out, Tensor) and out.is_floating_point():
             out = with_graph(out)
-            call.activation = Activation(out, reach=self.reach)
-            self._catch(out, call.activation)
+            call.output = operand = Operand(out, reach=self.reach, sample=True)
+            out.register_hook(lambda grad: operand.take(grad, self.norm, directed=self.directions))  # type: ignore[no-untyped-call]
         return out
-
-    def _catch(self, out: Tensor, activation: Activation) -> None:
-        def hook(grad: Tensor) -> None:
-            if self.directions and self.norm == "l1":
-                activation.direction, activation.norm = signs_and_l1(grad)
-                return
-            activation.norm = norm_of(grad, self.norm)
-            if self.directions:
-                activation.direction = direction(grad, self.norm)
-
-        out.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 class SecondPass(Watch):
     """Replays the kinks of a first pass and shifts every activation output by its factor times its direction."""
 
-    def __init__(self, first: FirstPass, factors: dict[Activation, float]) -> None:
+    def __init__(self, first: FirstPass, factors: dict[Operand, float]) -> None:
         super().__init__(first.order.again())
         self.calls, self.factors = first.calls, factors
 
@@ -194,13 +190,13 @@ class SecondPass(Watch):
 
     def _shift_of(self, call: Call) -> tuple[Tensor | None, float]:
         """Return the direction to move the call's output in, and how far."""
-        activation = call.activation
-        factor = self.factors.get(activation, 0.0) if activation is not None else 0.0
-        if activation is None or not factor:
+        output = call.output
+        factor = self.factors.get(output, 0.0) if output is not None else 0.0
+        if output is None or not factor:
             return None, 0.0
-        shift = activation.direction
+        shift = output.direction
         if not self.order.in_region():
-            activation.direction = None  # one byte less per entry while the graph grows
+            output.direction = None  # one byte less per entry while the graph grows
         return shift, factor
 
 

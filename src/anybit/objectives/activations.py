@@ -1,8 +1,7 @@
-"""Watching a closure run: every activation function and every kinked function, wherever the model calls it.
+"""Which functions are activation functions, and where their outputs are, wherever the model calls them.
 
 PyTorch shows each of its functions to a mode before running it, whether it comes from a module, from
-`torch.nn.functional` or from a method, in place or not. The modes here keep a count of what they saw, so that a
-second run of the same closure can be told which call is which, and they leave nothing behind.
+`torch.nn.functional` or from a method, in place or not. A mode leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -16,31 +15,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from anybit.objectives.checkpointing import in_backward
+
 Function = Callable[..., Any]
 
 _NAMES = [
-    "celu",
-    "elu",
-    "gelu",
-    "glu",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "leaky_relu",
-    "logsigmoid",
-    "mish",
-    "prelu",
-    "relu",
-    "relu6",
-    "rrelu",
-    "selu",
-    "sigmoid",
-    "silu",
-    "softplus",
-    "softsign",
-    "tanh",
-    "threshold",
-]
+    "celu", "elu", "gelu", "glu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "prelu",
+    "relu", "relu6", "rrelu", "selu", "sigmoid", "silu", "softplus", "softsign", "tanh", "threshold",
+]  # fmt: skip
 
 
 def spellings(name: str) -> set[Function]:
@@ -79,7 +61,8 @@ class EdgeTaps(TorchFunctionMode):
         self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() and is_activation(func) and isinstance(out, Tensor) and out.is_floating_point():
+        watched = torch.is_grad_enabled() and is_activation(func) and not in_backward()
+        if watched and isinstance(out, Tensor) and out.is_floating_point():
             out = with_graph(out)
             # An edge stays what it is when the tensor is changed in place later on.
             self.edges.append(get_gradient_edge(out))

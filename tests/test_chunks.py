@@ -1,4 +1,4 @@
-"""Elementwise work in pieces is the plain chain, whatever the layout in memory."""
+"""Elementwise work in chunks is the plain chain, whatever the layout in memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.objectives.pieces import PIECE, extrapolate_, gated, l1_norm, pieces, signs, signs_and_l1
+from anybit.objectives.chunks import CHUNK, chunks, extrapolate_, gated, l1_norm, signs, signs_and_l1
 
-BIG = (16, 32, 64, 65)  # more than four pieces, and not a whole number of them
+BIG = (16, 32, 64, 65)  # more than four chunks, and not a whole number of them
 
 
 def layouts() -> dict[str, Tensor]:
@@ -53,10 +53,10 @@ def test_every_layout_gives_the_plain_result(name: str) -> None:
     torch.testing.assert_close(y, old + 2 * (x - old))
 
 
-def test_pieces_cover_every_entry_once_in_place() -> None:
+def test_chunks_cover_every_entry_once_in_place() -> None:
     x = torch.zeros(BIG).to(memory_format=torch.channels_last)
-    parts = list(pieces(x))
-    assert len(parts) == -(-x.numel() // PIECE) > 4
+    parts = list(chunks(x))
+    assert len(parts) == -(-x.numel() // CHUNK) > 4
     for (part,) in parts:
         part.add_(1)
     assert torch.equal(x, torch.ones(BIG))

@@ -1,7 +1,7 @@
 """Elementwise work on large tensors, a cacheful at a time.
 
 A chain of PyTorch operators on a large tensor writes every intermediate result to memory that it has to ask the system
-for, which on a CPU costs several times the arithmetic. Going through the tensor in pieces keeps the intermediate
+for, which on a CPU costs several times the arithmetic. Going through the tensor in chunks keeps the intermediate
 results in the cache. On other devices, and for small tensors, each function is the plain chain.
 """
 
@@ -12,24 +12,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-PIECE = 2**19
-"""Elements to a piece: its intermediate results stay in the outer cache, and starting every thread on its share costs
+CHUNK = 2**19
+"""Elements to a chunk: its intermediate results stay in the outer cache, and starting every thread on its share costs
 little beside the share itself."""
 
 
-def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching flat pieces of tensors of one shape, in the order of memory, or all at once where that is as good.
+def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield matching flat chunks of tensors of one shape, in the order of memory, or all at once where that is as good.
 
-    >>> [len(p) // PIECE for p, _ in pieces(torch.zeros(PIECE * 4 + 1), torch.ones(PIECE * 4 + 1))]
+    >>> [len(p) // CHUNK for p, _ in chunks(torch.zeros(CHUNK * 4 + 1), torch.ones(CHUNK * 4 + 1))]
     [1, 1, 1, 1, 0]
     """
     first = tensors[0]
     same = all(t.stride() == first.stride() and t.device.type == "cpu" for t in tensors)
-    if not same or first.numel() < 4 * PIECE or not _dense(first):
+    if not same or first.numel() < 4 * CHUNK or not _dense(first):
         yield tensors
         return
     flat = [t.as_strided((t.numel(),), (1,)) for t in tensors]
-    yield from zip(*(torch.split(t, PIECE) for t in flat), strict=True)
+    yield from zip(*(torch.split(t, CHUNK) for t in flat), strict=True)
 
 
 def _dense(x: Tensor) -> bool:
@@ -51,9 +51,14 @@ def signs(x: Tensor) -> Tensor:
     tensor([-1,  0,  1], dtype=torch.int8)
     """
     out = torch.empty_like(x, dtype=torch.int8)
-    for part, to in pieces(x, out):
+    for part, to in chunks(x, out):
         to.copy_(torch.sign(part))
     return out
+
+
+def wide_format(x: Tensor) -> torch.dtype:
+    """Return the format to add up in: float32, or that of the tensor if it is longer."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def l1_norm(x: Tensor) -> Tensor:
@@ -62,7 +67,7 @@ def l1_norm(x: Tensor) -> Tensor:
     >>> l1_norm(torch.tensor([-3.0, 0.0, 0.5]))
     tensor(3.5000)
     """
-    return torch.stack([part.abs().sum() for (part,) in pieces(x)]).sum()
+    return torch.stack([part.abs().sum(dtype=wide_format(part)) for (part,) in chunks(x)]).sum()
 
 
 def signs_and_l1(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,10 +78,10 @@ def signs_and_l1(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     out = torch.empty_like(x, dtype=torch.int8)
     sums = []
-    for part, to in pieces(x, out):
+    for part, to in chunks(x, out):
         scratch = torch.sign(part)
         to.copy_(scratch)
-        sums.append(torch.abs(part, out=scratch).sum())
+        sums.append(torch.abs(part, out=scratch).sum(dtype=wide_format(part)))
     return out, torch.stack(sums).sum()
 
 
@@ -88,7 +93,7 @@ def gated(x: Tensor, gate: Tensor, shift: Tensor | None, by: float, out: Tensor)
     tensor([ 2.5000, -0.5000])
     """
     rest = () if shift is None else (shift,)
-    for to, part, through, *more in pieces(out, x, gate, *rest):
+    for to, part, through, *more in chunks(out, x, gate, *rest):
         torch.mul(part, through.to(x.dtype), out=to)
         for sign in more:
             to.add_(sign.to(x.dtype), alpha=by)
@@ -103,5 +108,5 @@ def extrapolate_(new: Tensor, old: Tensor, h: float) -> None:
     >>> new
     tensor([3.])
     """
-    for part, start in pieces(new, old):
+    for part, start in chunks(new, old):
         part.sub_(start).mul_(1 / h).add_(start)
