@@ -273,15 +273,14 @@ def train(
         _check_shares(recipe, data, place)
         tell = say if say is not None and place.leads else unsaid
         run = RunFolder(folder, recipe)
+        if place.leads:
+            stack.enter_context(run)  # before the first look at it: another process may be about to end its run
         if resume and (results := finished(run, leads=place.leads)) is not None:
             tell(f"{run.path}: this run is finished; nothing is left to do")
             return load_model(run.checkpoint)[0].eval(), results
         here = functools.cache(functools.partial(identity, recipe, data, digest_of(model.state_dict()), place))
         saved = _resumed(run.state, here, place, tell) if resume else None
-        run.kept = None if saved is None else saved.log
         with Stop() as stop:
-            if place.leads:
-                stack.enter_context(run)
             keeper = Keeper(run, here, place=place, every=save_every, saved=saved, stop=stop, say=tell)
             log: Log | None = run.log if place.leads else None
             if board and log is not None:
