@@ -13,7 +13,7 @@ import onnx
 import pytest
 from test_artifact_small import HEADER, MODEL, header_with, packed, write
 
-from anybit.artifact import wire
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.adopt import adopt
 from anybit.artifact.format import DIGEST, KEY, Weight, write_header
 from anybit.artifact.session import Session, load

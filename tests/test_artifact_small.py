@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from anybit.artifact import wire
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.format import DIGEST, KEY, Activation, Bias, Header, Weight, write_header
 from anybit.artifact.master import write_master
 from anybit.artifact.session import load

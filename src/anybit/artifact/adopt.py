@@ -17,7 +17,7 @@ import numpy.typing as npt
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper, version_converter
 
-from anybit.artifact import wire
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.bundle import Bundle, location, shaped
 from anybit.artifact.check import OPSET, bytes_of, check_model, tensors_of
 from anybit.artifact.format import STORES, Activation, Bias, Header, Weight
@@ -98,9 +98,11 @@ def read_plain(path: Path) -> onnx.ModelProto:
 
 def read_bundle(path: Path) -> Bundle:
     """Read somebody's ONNX model and bring it into the form that a master has."""
-    wire.size_of(path, what="an ONNX model")
+    size = wire.size_of(path, what="an ONNX model")
     bundle = Bundle(onnx.ModelProto())
     try:
+        with path.open("rb") as file:
+            wire.check_cost(file, size)
         bundle.model.ParseFromString(path.read_bytes())
         _load_external(bundle, path)
         if [o.version for o in bundle.model.opset_import if o.domain in ("", "ai.onnx")] != [OPSET]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from anybit.artifact import wire
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.master import open_master
 from anybit.artifact.pieces import write_model
 from anybit.artifact.requantize import requantize

@@ -20,10 +20,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from anybit.artifact import wire
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.bundle import Array as Numbers
 from anybit.artifact.bundle import Bundle, is_finite
-from anybit.artifact.check import check_model, check_tensor
+from anybit.artifact.check import check_axis, check_model, check_names, check_tensor
 from anybit.artifact.codes import Codes, encode
 from anybit.artifact.format import DIGEST, KEY, Bias, Data, Header, Weight, read_header, write_header
 from anybit.artifact.pieces import LIMIT, read_model, write_model
@@ -144,6 +144,7 @@ def open_master(path: str | Path, *, named: str | Path | None = None, hold: bool
     others = [entry for entry in bundle.model.metadata_props if entry.key not in (KEY, DIGEST)]
     del bundle.model.metadata_props[:]  # what is made of this graph is no master
     bundle.model.metadata_props.extend(others)
+    check_names(bundle.graph, where=where)  # before weights are looked up by their names
     weights = _take_weights(bundle, header, where=where, hold=hold)
     check_model(bundle, {name: array.shape for name, array in weights.items()}, where=where)
     _check_points(bundle.model, header, weights, where=where)
@@ -155,6 +156,7 @@ def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, Bundle]:
     try:
         with path.open("rb") as file:
             fields = wire.scan(file, size)
+            wire.check_cost(file, size)
             texts = wire.metadata(file, fields)
             if KEY not in texts:
                 raise FileError(
@@ -242,8 +244,8 @@ def _weight(weight: Weight, arrays: dict[str, Numbers], where: str) -> Array:
     main = next(iter(arrays.values()))
     if main.size == 0:
         raise FileError(f"{where}.tensor: {weight.tensor[:60]!r} is empty")
-    if weight.axis is not None and not 0 <= weight.axis < main.ndim:
-        raise FileError(f"{where}.axis: must be 0 to {main.ndim - 1}, got {weight.axis}")
+    check_axis(weight.axis, main.ndim, where=f"{where}.axis")
+    check_axis(weight.channels, max(1, main.ndim), where=f"{where}.channels")
     if "codes" not in arrays:
         return np.asarray(main, np.float32)
     shape = () if weight.axis is None else (main.shape[weight.axis],)

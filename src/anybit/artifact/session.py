@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from anybit.artifact.bounds import memory_advice
 from anybit.artifact.format import Widths
 from anybit.artifact.master import Master, open_master
 from anybit.artifact.requantize import requantize
 from anybit.artifact.runtime import compile_model
+from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.spec import Bits, LayerWidths
 
@@ -129,8 +131,10 @@ class Session:
         except DataError:
             raise
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
-            reason = " ".join(str(error).split())[:300]
-            raise DataError(f"{self.master.path}: this input cannot be run ({reason})") from error
+            advice = memory_advice(str(error))
+            raise DataError(
+                f"{self.master.path}: this input cannot be run ({printable(error, 300)}){advice}"
+            ) from error
         outputs = dict(zip(self.outputs, results, strict=True))
         return (results[0] if len(results) == 1 else outputs), now.bits
 
