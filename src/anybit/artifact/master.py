@@ -156,13 +156,13 @@ def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, Bundle]:
     try:
         with path.open("rb") as file:
             fields = wire.scan(file, size)
-            wire.check_cost(file, size)
             texts = wire.metadata(file, fields)
             if KEY not in texts:
                 raise FileError(
                     f"{where}: has no metadata {KEY!r}, so it is no master; "
                     "make one out of an ONNX model with: anybit adopt"
                 )
+            wire.check_cost(file, size)
             header = read_header(texts[KEY], where=where)
             if len([f for f in fields if f.number == wire.GRAPH]) != 1:
                 raise FileError(f"{where}: must hold one graph")

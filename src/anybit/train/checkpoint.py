@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from anybit.common.files import replacing
 from anybit.common.text import printable
-from anybit.errors import CheckpointError, MissingDependency
+from anybit.errors import CheckpointError, MissingDependency, SpecError
 from anybit.models import build_model
 
 FORMAT = "anybit-checkpoint/1"
@@ -175,6 +176,21 @@ def _plain(value: object) -> bool:
     if not isinstance(value, Tensor):
         return False
     return value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
+
+
+def check_room(shape: Mapping[str, Any]) -> None:
+    """Refuse to build a network that training would not find room for; nothing is allocated to find out.
+
+    Weights, gradients and the optimizer's moments take 16 bytes for each parameter, in 32 bits.
+    """
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in build_model(**shape).parameters())
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 16 * count > room:
+        raise SpecError(
+            f"{shape['name']} at multiplier {shape['multiplier']:g} has {count:,} parameters, and training takes 16 "
+            f"bytes for each; this machine has {room / 2**30:.0f} GB: choose a smaller multiplier"
+        )
 
 
 def load_weights(path: str | Path, model: nn.Module) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from anybit.objectives.orthogonal import OrthogonalPenalty
 from anybit.objectives.schedule import last_epochs
 from anybit.quant.capture import evaluating
 from anybit.train.board import Log, on_board
-from anybit.train.checkpoint import digest_of, load_model, load_weights, save_checkpoint
+from anybit.train.checkpoint import check_room, digest_of, load_model, load_weights, save_checkpoint
 from anybit.train.clock import Clock, EpochTime
 from anybit.train.memory import keep_freed_memory
 from anybit.train.place import OnDevice, Place, placed
@@ -307,9 +307,8 @@ def _start(recipe: Recipe, data: Dataset) -> tuple[nn.Module, dict[str, Any]]:
     if len(data.shape) != 3:
         raise SpecError(f"the models here take images (channels, height, width); the data has {data.shape}")
     shape = model_shape(recipe, data)
-    model = build_model(
-        shape["name"], channels=shape["channels"], classes=shape["classes"], multiplier=shape["multiplier"]
-    )
+    check_room(shape)
+    model = build_model(**shape)
     if recipe.init is not None:
         load_weights(recipe.init, model)
     _check_fit(model, recipe, data)
