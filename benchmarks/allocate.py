@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from anybit.quant.points import WeightPoint
 from rich.console import Console
 from rich.table import Table
 
@@ -25,10 +26,9 @@ from anybit.common.provenance import origin
 from anybit.data import Batches, load_dataset
 from anybit.data.base import Split
 from anybit.evaluate.accuracy import predict, score
-from anybit.quant.allocate import mean_loss
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.points import WeightPoint
-from anybit.quant.prepare import prepare
+from anybit.simulate.allocate import mean_loss
+from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
 from anybit.train.checkpoint import load_model
 

@@ -19,7 +19,8 @@ from anybit.common.files import write_json
 from anybit.common.provenance import origin
 from anybit.data import Batches, load_dataset
 from anybit.evaluate.sweep import sweep
-from anybit.quant.prepare import HELPERS, prepare
+from anybit.plan.build import HELPERS
+from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
 from anybit.train.checkpoint import load_model
 

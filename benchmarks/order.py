@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from anybit.quant.points import WeightPoint
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -24,9 +25,8 @@ from anybit.common.files import write_json
 from anybit.common.provenance import origin
 from anybit.data import Batches, Dataset, load_dataset
 from anybit.evaluate.accuracy import evaluate
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.points import WeightPoint
-from anybit.quant.prepare import prepare
+from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
 from anybit.train.checkpoint import load_model, read_checkpoint
 from anybit.train.loop import train

@@ -33,8 +33,8 @@ from anybit.common.provenance import origin
 from anybit.data import load_dataset
 from anybit.errors import AnybitError
 from anybit.models import build_model
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.prepare import prepare
+from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
 
 BATCH = 128

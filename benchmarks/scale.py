@@ -41,9 +41,9 @@ from anybit.common.provenance import origin
 from anybit.errors import FileError
 from anybit.models.resnet import BasicBlock, ResNet
 from anybit.objectives.gradient import GradientPenalty
-from anybit.quant.lower import save
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.prepare import prepare
+from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.prepare import prepare
+from anybit.simulate.to_onnx import save
 from anybit.train.memory import keep_freed_memory
 
 Row = dict[str, Any]

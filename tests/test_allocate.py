@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from anybit.quant.points import WeightPoint
 from cases import images, warmed_up
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 import anybit
 from anybit.errors import DataError, SpecError
 from anybit.models import build_model
-from anybit.quant.allocate import bounds, cheapest
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.points import WeightPoint
+from anybit.plan.knapsack import cheapest
+from anybit.simulate.allocate import bounds
+from anybit.simulate.network import QuantizedNetwork
 
 rows = st.integers(1, 4).flatmap(
     lambda n: st.lists(

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 from test_artifact_small import MODEL
 
 from anybit.artifact.adopt import adopt, fold_batch_norms, read_plain
-from anybit.artifact.bundle import Bundle
 from anybit.artifact.master import open_master
+from anybit.artifact.model import OnnxModel
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
 from anybit.errors import DataError, FileError, RangeError, SpecError
@@ -98,7 +98,7 @@ def test_without_batch_norm_the_values_are_named(tmp_path: Path) -> None:
 def test_a_shared_convolution_keeps_its_batch_norm() -> None:
     model = with_norm()
     model.graph.output.append(helper.make_tensor_value_info("conv", TensorProto.FLOAT, None))
-    fold_batch_norms(Bundle(model))
+    fold_batch_norms(OnnxModel(model))
     assert "BatchNormalization" in [node.op_type for node in model.graph.node]
 
 

@@ -92,7 +92,7 @@ def test_files_that_do_not_fit_are_named(pictures: Path, tmp_path: Path) -> None
     (tmp_path / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\nxxxx")
     np.save(tmp_path / "odd.npy", np.zeros((3, 3)))
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
-    for name, message in {"bad.png": "as a picture", "odd.npy": r"shape \[1, 6, 6\]", "objects.npy": "numpy"}.items():
+    for name, message in {"bad.png": "is no picture", "odd.npy": r"shape \[1, 6, 6\]", "objects.npy": "numpy"}.items():
         with pytest.raises(DataError, match=f"{name}.*{message}"):
             list(read_inputs([tmp_path / name], (1, 6, 6)))
     with pytest.raises(DataError, match="which no picture has"):

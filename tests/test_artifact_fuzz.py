@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from anybit.artifact.format import DIGEST, KEY, Weight, write_header
 from test_artifact_small import HEADER, MODEL, header_with, packed, write
 
-from anybit.artifact import wire
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.adopt import adopt
-from anybit.artifact.format import DIGEST, KEY, Weight, write_header
 from anybit.artifact.session import Session, load
 from anybit.errors import AnybitError
 from anybit.spec import Bits

@@ -12,6 +12,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from anybit.quant.points import ActivationPoint, WeightPoint
+from anybit.quant.whole_bias import WholeBias
 from cases import CASES, Case
 from onnx import numpy_helper
 from torch import Tensor, nn
@@ -21,10 +23,8 @@ from anybit.artifact.master import open_master
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
 from anybit.errors import NetworkError
-from anybit.quant.lower import lower, save
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.points import ActivationPoint, WeightPoint
-from anybit.quant.whole_bias import WholeBias
+from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.to_onnx import lower, save
 
 FOLDER = Path(tempfile.mkdtemp(prefix="anybit-masters-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)

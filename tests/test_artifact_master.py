@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from anybit.artifact.format import DIGEST, KEY, Activation, Bias, Header, Weight, read_header, write_header
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from test_artifact_small import HEADER, MODEL, header_with, packed, small_master, write
 
-from anybit.artifact import wire
-from anybit.artifact.format import DIGEST, KEY, Activation, Bias, Header, Weight, read_header, write_header
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.master import open_master, write_master
 from anybit.artifact.runtime import onnxruntime
 from anybit.errors import FileError, SpecError

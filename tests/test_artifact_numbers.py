@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from anybit.artifact.requantize import activation_grid, requantize
+from anybit.quant.points import ActivationPoint
 from cases import CASES
 from onnx import TensorProto, helper
 from test_artifact_lower import arrays, by_name, saved
@@ -23,11 +25,9 @@ from torch import nn
 
 import anybit
 from anybit.artifact.master import open_master
-from anybit.artifact.requantize import activation_grid, requantize
 from anybit.artifact.runtime import compile_model
 from anybit.artifact.session import load
 from anybit.data import load_dataset
-from anybit.quant.points import ActivationPoint
 from anybit.spec import Bits
 
 Array = np.ndarray[Any, Any]

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from anybit.artifact.requantize import requantize
 from test_artifact_lower import arrays, saved
 from test_artifact_session import optimized
 
 from anybit.artifact.export import NOTE, export
 from anybit.artifact.master import open_master
-from anybit.artifact.requantize import requantize
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
 from anybit.errors import DataError, FileError

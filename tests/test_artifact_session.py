@@ -11,22 +11,21 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from anybit.artifact.codes import encode, pack_int4
+from anybit.artifact.format import Activation, Weight
+from anybit.artifact.requantize import requantize
+from anybit.rounding.grid import dequantize, make_grid, min_max, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, numpy_helper
 from test_artifact_small import HEADER, MODEL, header_with, small_master
 
-from anybit.artifact.bundle import Bundle
-from anybit.artifact.codes import encode, pack_int4
 from anybit.artifact.export import NOTE, export
-from anybit.artifact.format import Activation, Weight
 from anybit.artifact.master import open_master, write_master
-from anybit.artifact.requantize import requantize
 from anybit.artifact.runtime import EXACT, onnxruntime
 from anybit.artifact.session import Session, load
 from anybit.errors import DataError, FileError, SpecError
-from anybit.rounding.grid import dequantize, make_grid, min_max, quantize
 from anybit.spec import Bits, Range
 
 X = np.random.default_rng(0).normal(size=(16, 1, 6, 6)).astype(np.float32)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import onnx
+from anybit.artifact.format import DIGEST, KEY, Activation, Bias, Header, Weight, write_header
 from onnx import TensorProto, helper, numpy_helper
 
-from anybit.artifact import wire
-from anybit.artifact.format import DIGEST, KEY, Activation, Bias, Header, Weight, write_header
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.master import write_master
 from anybit.artifact.session import load
 from anybit.spec import Range

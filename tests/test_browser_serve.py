@@ -69,8 +69,8 @@ def digits() -> Any:
 def master(tmp_path_factory: pytest.TempPathFactory, digits: Any) -> Path:
     """Write a network that knows the digits, more or less."""
     from anybit.models import build_model
-    from anybit.quant.lower import translate
-    from anybit.quant.prepare import prepare
+    from anybit.simulate.prepare import prepare
+    from anybit.simulate.to_onnx import translate
 
     torch.manual_seed(0)
     model = build_model("small-conv", channels=1, classes=10, multiplier=0.25)

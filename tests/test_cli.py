@@ -322,7 +322,7 @@ def test_an_error_with_a_list_of_problems_is_one_line_too(
     def give_up(*args: object, **kwargs: object) -> None:
         raise CaptureError("cannot be captured", ["layer1: is odd", "layer2: is [red]even[/red]"])
 
-    monkeypatch.setattr("anybit.quant.prepare.prepare", give_up)
+    monkeypatch.setattr("anybit.simulate.prepare.prepare", give_up)
     code, _, err = run(capsys, "sweep", trained / "run")
     assert (code, err) == (2, "error: cannot be captured: layer1: is odd; layer2: is [red]even[/red]\n")
 

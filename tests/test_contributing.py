@@ -14,7 +14,7 @@ from torch import nn
 
 import anybit
 from anybit.models import MODELS, build_model
-from anybit.quant.ranges import OBSERVERS
+from anybit.plan.observe import OBSERVERS
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

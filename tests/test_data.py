@@ -277,6 +277,37 @@ def test_all_problems_are_told_at_once(path: Path) -> None:
     assert "y_test has negative labels" in refused(path, "x_train has infinite or NaN entries")
 
 
+def npz(path: Path, **entries: bytes) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in entries.items():
+            archive.writestr(f"{name}.npy", data)
+    return path
+
+
+def npy(array: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def test_arrays_that_would_fill_the_memory_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    labels = npy(np.zeros(2, np.int64))
+    whole = npy(np.zeros((2, 1, 2, 2), np.float32))
+    lying = whole.replace(b"(2, 1, 2, 2), ", b"(2, 1, 9, 2), ")
+    path = npz(tmp_path / "a.npz", x_train=lying, y_train=labels, x_test=whole, y_test=labels)
+    with pytest.raises(DataError, match="x_train claims 272 bytes and has 160"):
+        load_arrays(path)
+    bomb = npy(np.zeros((2, 1, 8000, 8000), np.float32))
+    path = npz(tmp_path / "b.npz", x_train=bomb, y_train=labels, x_test=whole, y_test=labels)
+    assert path.stat().st_size < 10**6
+    with pytest.raises(DataError, match=r"would unfold to 488 MB, the file has 0; save it with np\.savez"):
+        load_arrays(path)
+    path = tmp_path / "c.npz"
+    path.write_bytes(whole)
+    with pytest.raises(DataError, match=r"not a whole \.npz file \(one array"):
+        load_arrays(path)
+
+
 def test_nothing_is_unpickled(path: Path, tmp_path: Path) -> None:
     np.savez(path, **{**arrays(), "x_train": np.array([Bomb(tmp_path / "boom")] * 40, object)})
     refused(path, "Object arrays cannot be loaded")

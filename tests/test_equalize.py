@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case
-from torch import Tensor, fx, nn
-
-from anybit.quant.capture import capture
 from anybit.quant.equalize import Pair, Side, balance, equalize, find_pairs
 from anybit.quant.fold import BatchNorm, fold_graph
 from anybit.quant.moments import propagate
 from anybit.quant.uniform import quantize_tensor
+from cases import CASES, Case
+from torch import Tensor, fx, nn
+
+from anybit.simulate.capture import capture
 from anybit.spec import QuantSpec
 
 tree_map_only = torch.utils._pytree.tree_map_only

@@ -17,25 +17,24 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from anybit.artifact.format import Data, Header, Weight, read_header, write_header
+from anybit.artifact.requantize import requantize
 from onnx import TensorProto, numpy_helper
 from test_artifact_small import HEADER, MODEL, header_with, small_master, write
 from torch import nn
 from typer.testing import CliRunner
 
 import anybit
-from anybit.artifact import pieces
+from anybit.artifact import storage as pieces
 from anybit.artifact.adopt import adopt
 from anybit.artifact.bench import footprint
-from anybit.artifact.bundle import Bundle
-from anybit.artifact.format import Data, Header, Weight, read_header, write_header
 from anybit.artifact.master import open_master, write_master
-from anybit.artifact.pieces import size_on_disk, write_model
-from anybit.artifact.requantize import requantize
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
+from anybit.artifact.storage import size_on_disk, write_model
 from anybit.cli.main import app
 from anybit.errors import AnybitError, FileError, SpecError
-from anybit.quant.lower import translate
+from anybit.simulate.to_onnx import translate
 from anybit.spec import Bits
 
 X = np.random.default_rng(0).normal(size=(3, 1, 6, 6)).astype(np.float32)
@@ -498,7 +497,7 @@ import gc, torch, anybit
 from pathlib import Path
 from torch import nn
 from anybit.artifact.master import open_master
-from anybit.quant.lower import save
+from anybit.simulate.to_onnx import save
 
 def status(field):
     return next(int(l.split()[1]) / 1024 for l in Path("/proc/self/status").read_text().splitlines() if field in l)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from anybit.quant.fold import BatchNorm, fold_batch_norm
 from oracles import finite_difference
 from test_gradient import flat, grads
 from test_loops import Net, batch, loss_of
@@ -17,7 +18,6 @@ from anybit.objectives.noise import UniformNoise, bin_noise
 from anybit.objectives.orthogonal import OrthogonalPenalty, orthogonality
 from anybit.objectives.quantizable import Products
 from anybit.objectives.schedule import last_epochs
-from anybit.quant.fold import BatchNorm, fold_batch_norm
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (4, 2, 3, 3), (8, 1, 3, 3)])
@@ -266,6 +266,7 @@ def test_noise_under_the_gradient_penalty_is_the_same_in_both_passes() -> None:
 def test_noise_training_survives_low_widths_better() -> None:
     """The point of it, on a problem small enough for a test: less loss under two-bit rounding."""
     from anybit.quant.uniform import quantize_tensor
+
     from anybit.spec import QuantSpec
 
     x, y = batch(64)

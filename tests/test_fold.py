@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from anybit.quant.fold import BatchNorm, fold_batch_norm, fold_graph
+from anybit.quant.ops import aten
 from torch import nn
 
 from anybit.errors import FoldError
-from anybit.quant.capture import capture
-from anybit.quant.fold import BatchNorm, fold_batch_norm, fold_graph
-from anybit.quant.ops import aten
+from anybit.simulate.capture import capture
 
 
 def trained_norm(kind: type[nn.Module], channels: int, **options: object) -> nn.Module:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from anybit.quant.bias import CorrectedBias
+from anybit.quant.points import WeightPoint
+from anybit.quant.uniform import make_grid, min_max, quantize_tensor
 from cases import CASES, Case, images, warmed_up
 from torch import Tensor, nn
 
 import anybit
 from anybit.errors import SpecError
 from anybit.models import build_model
-from anybit.quant.bias import CorrectedBias
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.points import WeightPoint
-from anybit.quant.uniform import make_grid, min_max, quantize_tensor
+from anybit.simulate.network import QuantizedNetwork
 
 HELPERS = ["equalize", "bias", "sums", "clip", "all"]
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from anybit.quant.capture import capture
 from anybit.quant.fold import fold_graph
 from anybit.quant.moments import add, gaussian, multiply, propagate, through_function, through_layer
+from torch import Tensor, nn
+
+from anybit.simulate.capture import capture
 
 FUNCTIONS = {
     "relu": torch.relu,

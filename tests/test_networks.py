@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from anybit.quant.points import WeightPoint
 from architectures import ARCHITECTURES, Architecture, UNet, block
 from cases import CASES, Case, images, warmed_up
 from torch import Tensor, nn
@@ -17,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import anybit
 from anybit.errors import CaptureError, SpecError
 from anybit.models import build_model
-from anybit.quant.decompose import attention
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.points import WeightPoint
+from anybit.simulate.decompose import attention
+from anybit.simulate.network import QuantizedNetwork
 
 EVERYTHING: list[Case | Architecture] = [*CASES, *ARCHITECTURES]
 

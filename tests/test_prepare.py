@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from anybit.quant.points import WeightPoint
+from anybit.quant.uniform import fake_quantize, make_grid, quantize_tensor
 from cases import CASES, Case, images, warmed_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +15,6 @@ from torch import Tensor, nn
 import anybit
 from anybit.errors import AnybitError, CaptureError, DataError, RangeError, SpecError
 from anybit.models import build_model
-from anybit.quant.points import WeightPoint
-from anybit.quant.uniform import fake_quantize, make_grid, quantize_tensor
 from anybit.spec import QuantSpec
 
 

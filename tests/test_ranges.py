@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import anybit
 from anybit.errors import DataError, SpecError
-from anybit.quant.ranges import OBSERVERS, Histogram
+from anybit.plan.observe import OBSERVERS, Histogram
 from anybit.spec import FLOAT, QuantSpec
 
 

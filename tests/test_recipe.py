@@ -12,6 +12,7 @@ from anybit.data import DATASETS
 from anybit.errors import RecipeError, SpecError
 from anybit.models import MODELS
 from anybit.spec import Bits
+from anybit.train.checkpoint import check_room
 from anybit.train.recipe import FLAGSHIP, PenaltyRecipe, Recipe, load_recipe, parse_recipe
 
 RECIPES = Path(__file__).parents[1] / "src" / "anybit" / "recipes"
@@ -148,6 +149,14 @@ def test_the_two_digits_recipes_belong_together() -> None:
         ("weight = 1e-3", "weight = -1e-3", "penalty.weight must be zero or more, got -0.001"),
         ("weight = 1e-3", "start = -1", "penalty.start must be zero or more, got -1"),
         ('name = "try"', 'name = "../../etc"', "name is used as a folder and must be a plain word, got '../../etc'"),
+        ("lr = 0.01", "lr = 1e308", "optimizer.lr must be at most 1,000, got 1e+308"),
+        ("multiplier = 2", "multiplier = 1e9", "model.multiplier must be at most 100, got 1000000000.0"),
+        ("epochs = 3", "epochs = 1000000000000", "epochs must be at most 1,000,000, got 1000000000000"),
+        ("batch = 32", "batch = 10000000000", "data.batch must be at most 1,000,000, got 10000000000"),
+        ("weight = 1e-3", "weight = 1e300", "penalty.weight must be at most 1,000,000, got 1e+300"),
+        ("weight = 1e-3", "every = 9999999", "penalty.every must be at most 1,000,000, got 9999999"),
+        ('name = "try"', f'name = "{"x" * 9000}"', "name is used as a folder and must be a plain word, got 'xxxxx"),
+        ('name = "try"', 'name = "a\\u001bb"', "name is used as a folder and must be a plain word, got 'a"),
         ('name = "try"', 'name = ""', "name is used as a folder and must be a plain word, got ''"),
         # no TOML
         ("epochs = 3", "epochs = ", "not valid TOML"),
@@ -337,3 +346,15 @@ def test_a_recipe_that_says_nothing_about_penalties_gets_the_default_it_is_loade
 def test_the_bundled_recipes_say_what_they_want() -> None:
     for path in sorted(RECIPES.rglob("*.toml")):
         assert load_recipe(path, penalty=FLAGSHIP) == load_recipe(path), path
+
+
+@pytest.mark.parametrize("name", ["vgg-like", "resnet50", "vit-tiny", "small-conv"])
+def test_a_network_without_room_is_refused_before_it_is_built(name: str) -> None:
+    shape = {"name": name, "channels": 1, "classes": 10, "multiplier": 100.0}
+    if name == "small-conv":  # small enough even so; nothing is built to find that out
+        check_room(shape)
+        return
+    with pytest.raises(
+        SpecError, match=rf"^{name} at multiplier 100 has [\d,]+ parameters, and training takes 16 bytes"
+    ):
+        check_room(shape)

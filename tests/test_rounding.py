@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from anybit.quant import uniform
+from anybit.rounding.bias import bias_shift
+from anybit.rounding.grid import Array, Grid, dequantize, make_grid, min_max, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import anybit.rounding.clip as clip
-import anybit.rounding.rows as rows
-import anybit.rounding.squant as squant_module
+import anybit.plan.clip as clip
+import anybit.plan.rows as rows
+import anybit.plan.sums as squant_module
 from anybit.errors import SpecError
-from anybit.quant import uniform
-from anybit.rounding.bias import bias_shift
-from anybit.rounding.clip import mse_from_histogram, mse_range, percentile_from_histogram
-from anybit.rounding.grid import Array, Grid, dequantize, make_grid, min_max, quantize
-from anybit.rounding.squant import squant
+from anybit.plan.clip import mse_from_histogram, mse_range, percentile_from_histogram
+from anybit.plan.sums import squant
 from anybit.spec import QuantSpec
 
 widths = st.integers(2, 16)

@@ -9,12 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from anybit.quant import points
+from anybit.quant.points import WeightCache, WeightPoint
 from torch import nn
 
 import anybit
-from anybit.quant import points
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.points import WeightCache, WeightPoint
+from anybit.simulate.network import QuantizedNetwork
 from anybit.spec import QuantSpec
 
 ROOT = Path(__file__).parents[1]

@@ -4,12 +4,12 @@ import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
 import torch
+from anybit.quant.uniform import dequantize, fake_quantize, make_grid, min_max, quantize, quantize_tensor
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import quantize_one
 
 from anybit.errors import SpecError
-from anybit.quant.uniform import dequantize, fake_quantize, make_grid, min_max, quantize, quantize_tensor
 from anybit.spec import QuantSpec
 
 widths = st.integers(2, 16)

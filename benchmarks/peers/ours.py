@@ -7,8 +7,8 @@ import copy
 from harness import Job, Quantize, main
 from torch import nn
 
-from anybit.quant.network import QuantizedNetwork
-from anybit.quant.prepare import prepare
+from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.prepare import prepare
 
 
 def tool(*, data: bool, helpers: str = "") -> Quantize:

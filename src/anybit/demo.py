@@ -22,7 +22,7 @@ from anybit.evaluate.sweep import sweep
 from anybit.models import build_model
 from anybit.pages.page import write_report
 from anybit.pages.rows import GRID, RowFile, write_rows
-from anybit.quant.prepare import prepare
+from anybit.simulate.prepare import prepare
 from anybit.spec import Row
 from anybit.train.checkpoint import load_model
 from anybit.train.loop import fit, model_shape, steps_of, train

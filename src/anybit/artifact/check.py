@@ -1,12 +1,14 @@
 """What a graph from a stranger must satisfy before ONNX Runtime may see it.
 
 One operator domain, no subgraphs (a loop may never end), no data in files that nobody checked, every tensor as long as
-its shape says, attributes that a kernel can divide by, and no intermediate tensor of absurd size.
+its shape says, attributes that a kernel can divide by, no value made twice, finite biases, and no intermediate tensor
+of absurd size (see `bounds`).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,14 +16,18 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 
-from anybit.artifact.model import Array, OnnxModel, has_nan
+from anybit.artifact.bounds import check_sizes
+from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite
+from anybit.artifact.runtime import plain_session
+from anybit.common.text import printable
 from anybit.errors import FileError
 
 OPSET = 21
 """The operator set of masters and exports: the first with 4-bit and 16-bit quantization."""
 
 _MOST_NODES = 50_000
-_MOST_ENTRIES = 2**28
+_LONG = 4096
+"""Bytes from which on only the shape of a tensor is looked at."""
 _LARGEST = 2**16
 """Strides, paddings, kernels and groups of real networks are far below."""
 
@@ -45,6 +51,7 @@ def check_model(bundle: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where:
         if getattr(model, name):
             raise FileError(f"{where}: {name} is not empty; a master has none")
     graph = model.graph
+    check_names(graph, where=where)
     for name in ("sparse_initializer", "quantization_annotation"):
         if getattr(graph, name):
             raise FileError(f"{where}: graph.{name} is not empty; a master has none")
@@ -54,11 +61,41 @@ def check_model(bundle: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where:
         check_node(node, where=f"{where}: node {i} ({node.op_type[:40]})")
     for tensor in graph.initializer:
         check_tensor(tensor, bundle.apart(tensor), where=f"{where}: tensor {tensor.name[:60]!r}")
+    _check_biases(bundle, where=where)
     for value in [*graph.input, *graph.output]:
         _check_type(value.type, where=f"{where}: {value.name[:60]!r}")
     if not graph.input or not graph.output:
         raise FileError(f"{where}: a network has inputs and outputs")
-    _infer(model, shapes, where=where)
+    _check_sizes(model, shapes, where=where)
+
+
+def check_names(graph: onnx.GraphProto, *, where: str) -> None:
+    """Refuse a graph that makes a value twice: of a weight listed twice, each reader would take another one."""
+    inputs = [value.name for value in graph.input]
+    made = [tensor.name for tensor in graph.initializer] + [name for node in graph.node for name in node.output if name]
+    # Old files list weights among the inputs too.
+    for names in (inputs, made, [name for node in graph.node for name in node.output] + inputs):
+        if twice := [name for name, count in Counter(names).items() if count > 1 and name]:
+            raise FileError(f"{where}: {printable(twice[0], 60)!r} is made twice")
+
+
+def check_axis(axis: int | None, dimensions: int, *, where: str) -> None:
+    """Refuse a number of a dimension that a tensor does not have."""
+    if axis is not None and not 0 <= axis < dimensions:
+        raise FileError(f"{where}: must be 0 to {dimensions - 1}, got {axis}")
+
+
+def _check_biases(bundle: OnnxModel, *, where: str) -> None:
+    """Refuse biases of layers that are not finite: whatever a layer gets, nothing would come of it."""
+    held = {tensor.name: tensor for tensor in bundle.graph.initializer}
+    for node in bundle.graph.node:
+        for name in node.input[_BIASES.get(node.op_type, 99) :][:1]:
+            if name in held and not is_finite(bundle.array(held[name])):
+                raise FileError(f"{where}: {printable(name, 60)!r}, a bias of {node.op_type}, has infinite entries")
+
+
+_BIASES = {"Conv": 2, "ConvTranspose": 2, "Gemm": 2, "LSTM": 3, "GRU": 3, "RNN": 3, "LayerNormalization": 2}
+"""Which input of a layer is its bias."""
 
 
 def check_node(node: NodeProto, *, where: str) -> None:
@@ -127,30 +164,29 @@ def _check_type(kind: TypeProto, *, where: str) -> None:
     entries([d.dim_value for d in kind.tensor_type.shape.dim], where=where)
 
 
-def _infer(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
-    """Let ONNX check the graph and follow the shapes at batch size one."""
-    probe = onnx.ModelProto()
-    probe.CopyFrom(model)
-    del probe.graph.value_info[:]
-    large = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
-    inside = [tensor for tensor in model.graph.initializer if tensor.data_location != TensorProto.EXTERNAL]
-    del probe.graph.initializer[:]
-    probe.graph.initializer.extend(inside)
-    for value in probe.graph.input:
-        for dim in value.type.tensor_type.shape.dim[:1]:
-            if not dim.HasField("dim_value"):
-                dim.dim_value = 1  # other free sizes stay free: not every one fits a network
-    # What lies outside of the graph comes in as an input of the same type and shape.
+def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
+    """Let ONNX check the graph, and see that its values stay within bounds."""
+    probe = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    is_long = [t.data_location == TensorProto.EXTERNAL or len(t.raw_data) > _LONG for t in model.graph.initializer]
+    large = [tensor for tensor, long in zip(model.graph.initializer, is_long, strict=True) if long]
+    probe.graph.name = "graph"
+    probe.graph.node.extend(model.graph.node)
+    probe.graph.input.extend(model.graph.input)
+    probe.graph.output.extend(model.graph.output)
+    probe.graph.initializer.extend(t for t, long in zip(model.graph.initializer, is_long, strict=True) if not long)
+    # What is long or lies outside of the graph comes in as an input of the same type and shape.
     outside = [(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
     outside += [(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in large]
     probe.graph.input.extend(onnx.helper.make_tensor_value_info(*value) for value in outside)
+
+    def infer(model: onnx.ModelProto) -> onnx.ModelProto:
+        try:
+            return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+        except Exception as error:  # the C++ side raises what it likes
+            raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
+
     try:
         onnx.checker.check_model(probe)
-        inferred = onnx.shape_inference.infer_shapes(probe, check_type=True, strict_mode=True, data_prop=True)
-    except Exception as error:  # the C++ side raises what it likes
-        reason = " ".join(str(error).split())[:200]
-        raise FileError(f"{where}: the graph is no valid ONNX ({reason})") from error
-    for value in [*inferred.graph.value_info, *inferred.graph.output]:
-        sizes = [d.dim_value or 1 for d in value.type.tensor_type.shape.dim]
-        if any(s < 0 for s in sizes) or math.prod(sizes) > _MOST_ENTRIES:
-            raise FileError(f"{where}: {value.name[:60]!r} would have the shape {sizes[:8]}")
+    except Exception as error:
+        raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
+    check_sizes(probe, outside, where=where, infer=infer, session=plain_session)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from anybit.artifact import wire
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.master import open_master
 from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import EXACT

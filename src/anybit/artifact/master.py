@@ -21,8 +21,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from anybit.artifact import wire
-from anybit.artifact.check import check_model, check_tensor
+from anybit.artifact import protobuf_scan as wire
+from anybit.artifact.check import check_axis, check_model, check_names, check_tensor
 from anybit.artifact.header import DIGEST, KEY, Data, Header, read_header, write_header
 from anybit.artifact.model import Array as Numbers
 from anybit.artifact.model import OnnxModel, is_finite
@@ -159,6 +159,7 @@ def open_master(path: str | Path, *, named: str | Path | None = None, hold: bool
     others = [entry for entry in bundle.proto.metadata_props if entry.key not in (KEY, DIGEST)]
     del bundle.proto.metadata_props[:]  # what is made of this graph is no master
     bundle.proto.metadata_props.extend(others)
+    check_names(bundle.graph, where=where)  # before weights are looked up by their names
     weights = _take_weights(bundle, header, where=where, hold=hold)
     places = {weight.place: weights[weight.name].shape for weight in header.plan.weights}
     check_model(bundle, places, where=where)
@@ -177,6 +178,7 @@ def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, OnnxModel]:
                     f"{where}: has no metadata {KEY!r}, so it is no master; "
                     "make one out of an ONNX model with: anybit adopt"
                 )
+            wire.check_cost(file, size)
             header = read_header(texts[KEY], where=where)
             if len([f for f in fields if f.number == wire.GRAPH]) != 1:
                 raise FileError(f"{where}: must hold one graph")
@@ -258,8 +260,8 @@ def _weight(weight: Weight, arrays: dict[str, Numbers], where: str) -> Array:
     main = next(iter(arrays.values()))
     if main.size == 0:
         raise FileError(f"{where}.tensor: {weight.place[:60]!r} is empty")
-    if weight.axis is not None and not 0 <= weight.axis < main.ndim:
-        raise FileError(f"{where}.axis: must be 0 to {main.ndim - 1}, got {weight.axis}")
+    check_axis(weight.axis, main.ndim, where=f"{where}.axis")
+    check_axis(weight.channels, max(1, main.ndim), where=f"{where}.channels")
     if weight.sums and (weight.channels > min(1, main.ndim - 1) or main.shape[0] % weight.groups):
         raise FileError(f"{where}: channels and groups do not fit the shape {list(main.shape)[:8]}")
     if "codes" not in arrays:

@@ -45,7 +45,7 @@ class OnnxModel:
     @property
     def nbytes(self) -> int:
         """How many bytes the model takes, with its large tensors."""
-        return self.proto.ByteSize() + sum(array.nbytes for array in self.arrays.values())
+        return int(self.proto.ByteSize()) + sum(array.nbytes for array in self.arrays.values())
 
     def copy(self) -> OnnxModel:
         """Return a bundle with a graph of its own and the same arrays."""

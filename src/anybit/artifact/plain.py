@@ -11,7 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, version_converter
 from onnx.reference import ReferenceEvaluator
 
-from anybit.artifact import wire
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.check import OPSET, bytes_of, check_model, tensors_of
 from anybit.artifact.model import OnnxModel, location, shaped
 from anybit.artifact.quantized_graph import LAYERS
@@ -27,9 +27,11 @@ def read_plain(path: Path) -> onnx.ModelProto:
 
 def read_model_file(path: Path) -> OnnxModel:
     """Read somebody's ONNX model and bring it into the form that a master has."""
-    wire.size_of(path, what="an ONNX model")
+    size = wire.size_of(path, what="an ONNX model")
     model = OnnxModel(onnx.ModelProto())
     try:
+        with path.open("rb") as file:
+            wire.check_cost(file, size)
         model.proto.ParseFromString(path.read_bytes())
         _load_external(model, path)
         if [o.version for o in model.proto.opset_import if o.domain in ("", "ai.onnx")] != [OPSET]:
@@ -124,7 +126,8 @@ def _settle(model: OnnxModel) -> None:
 
 FOLDED = {
     "Identity", "Transpose", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Neg", "Sqrt",
-    "Shape", "Slice", "Gather", "Expand", "ConstantOfShape", "Add", "Sub", "Mul", "Div", "Split", "Range", "Where", "Equal", "Tile",
+    "Shape", "Slice", "Gather", "Expand", "ConstantOfShape", "Add", "Sub", "Mul", "Div",
+    "Range", "Where", "Equal", "Tile",
 }  # fmt: skip
 """Operators that are done once, now, where all that comes in is constant: weights are found behind them."""
 

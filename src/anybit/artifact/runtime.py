@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import onnx
 from onnx import TensorProto
 
+from anybit.artifact.bounds import limit_memory
 from anybit.artifact.model import OnnxModel
 from anybit.errors import FileError
 
 EXACT = "session.x64quantprecision"
 """Without it, processors that lack VNNI add up products of 8-bit weights in 16 bits, and saturate."""
 
-ERRORS_ONLY = 3
+NOTHING = 4
+"""What it has to say is in the exceptions that it raises."""
 
 
 def onnxruntime() -> Any:
@@ -24,11 +27,23 @@ def onnxruntime() -> Any:
     return onnxruntime
 
 
+def plain_session(model: onnx.ModelProto) -> Any:
+    """Return a session that runs a small model as it is written, node by node."""
+    ort = onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = NOTHING
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    limit_memory(ort, options)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
 def compile_model(bundle: OnnxModel, *, exact: bool, threads: int | None, where: str) -> Any:
     """Return a session of ONNX Runtime for a model; one that it does not take is an error that names the file."""
     ort = onnxruntime()
     options = ort.SessionOptions()
-    options.log_severity_level = ERRORS_ONLY
+    options.log_severity_level = NOTHING
+    limit_memory(ort, options)
     if threads is not None:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from anybit.artifact.bounds import memory_advice
 from anybit.artifact.master import Master, open_master
 from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import compile_model
+from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.plan.numbers import Kept, Numbers
 from anybit.plan.points import Plan
@@ -148,8 +150,10 @@ class Session:
         except DataError:
             raise
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
-            reason = " ".join(str(error).split())[:300]
-            raise DataError(f"{self.master.path}: this input cannot be run ({reason})") from error
+            advice = memory_advice(str(error))
+            raise DataError(
+                f"{self.master.path}: this input cannot be run ({printable(error, 300)}){advice}"
+            ) from error
         outputs = dict(zip(self.outputs, results, strict=True))
         return (results[0] if len(results) == 1 else outputs), now.bits
 

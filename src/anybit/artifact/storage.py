@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from anybit.artifact import wire
+from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.check import bytes_of
 from anybit.artifact.header import Data
 from anybit.artifact.model import LARGE, Array, Load, OnnxModel, location, shaped

@@ -25,6 +25,7 @@ from anybit.cli import (
     watch,
 )
 from anybit.cli.show import errors
+from anybit.common.text import printable
 from anybit.errors import AnybitError
 
 OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
@@ -111,4 +112,4 @@ def _one_line(error: Exception) -> str:
     """
     head, *rest = str(error).splitlines() or [type(error).__name__]
     problems = "; ".join(line.strip().removeprefix("- ") for line in rest)
-    return f"{head}: {problems}" if problems else head
+    return printable(f"{head}: {problems}" if problems else head)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anybit.cli.show import console, progress_bars
+from anybit.common.text import printable, quoted
 from anybit.errors import DataError, SpecError
 from anybit.policy import Chooser, Policy, Reading, battery, latency, measure, parse_steps, power, read_machine
 from anybit.spec import Bits
@@ -39,6 +40,8 @@ def run(
 
     Example: anybit run model.onnx --input images/ --policy battery --steps "20:W4A4 60:W8A8"
     """
+    import numpy as np
+
     from anybit.artifact.bench import input_shapes
     from anybit.artifact.pictures import find_inputs, read_inputs
     from anybit.artifact.session import load
@@ -57,7 +60,10 @@ def run(
             if wanted != session.bits:
                 session.set_bits(weights=wanted.weights, activations=wanted.activations)
             logits, used = session.run_with_bits(x)
-            for row in logits if not isinstance(logits, dict) else next(iter(logits.values())):
+            rows = np.atleast_2d(logits if not isinstance(logits, dict) else next(iter(logits.values())))
+            if not rows.size or not np.isfinite(rows).all():
+                raise DataError(f"{path}: at {used} the network says nothing finite about it; try a wider width")
+            for row in rows:
                 found = int(row.argmax())
                 label = class_name(about, found)
                 if as_json:
@@ -75,11 +81,11 @@ def normalization(about: dict[str, Any], master: Path) -> dict[str, list[float]]
     """
     values = about.get("input", {})
     if not isinstance(values, dict) or not set(values) <= {"mean", "std"}:
-        raise DataError(f"{master}: about.input must hold mean and std, got {values!r}"[:200])
+        raise DataError(f"{master}: about.input must hold mean and std, got {quoted(values)}")
     for key, value in values.items():
         numbers = isinstance(value, list) and all(isinstance(v, int | float) and abs(v) < 1e6 for v in value)
         if not numbers or len(value) not in (1, 3) or (key == "std" and min(value) <= 0):
-            raise DataError(f"{master}: about.input.{key} must be one or three numbers, got {value!r}"[:200])
+            raise DataError(f"{master}: about.input.{key} must be one or three numbers, got {quoted(value)}")
     return values
 
 
@@ -90,7 +96,7 @@ def class_name(about: dict[str, Any], index: int) -> str:
     ('dog', '1')
     """
     names = about.get("classes")
-    return str(names[index]) if isinstance(names, list) and index < len(names) else str(index)
+    return printable(names[index], 60) if isinstance(names, list) and index < len(names) else str(index)
 
 
 def find_policy(name: str, session: Session, *, bits: str, steps: str, milliseconds: float) -> Policy:

@@ -18,7 +18,7 @@ from anybit.spec import Bits
 if TYPE_CHECKING:
     from anybit.common.progress import Advance
     from anybit.data import Dataset
-    from anybit.quant.network import QuantizedNetwork
+    from anybit.simulate.network import QuantizedNetwork
 
 
 def sweep(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import secrets
@@ -58,10 +59,14 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def discard_partial(path: Path) -> None:
-    """Remove what a process that was killed in the middle of `replacing` has left beside a file."""
-    for left in path.parent.glob(f".{path.name}.????????.partial"):
-        with contextlib.suppress(OSError):  # it takes room and does no harm otherwise
-            left.unlink()
+    """Remove what a process that was killed in the middle of writing a file has left beside it.
+
+    That is what `replacing` makes, and what libraries make that write safely themselves: `.tmp` and six characters.
+    """
+    for pattern in (f".{glob.escape(path.name)}.????????.partial", ".tmp??????"):
+        for left in path.parent.glob(pattern):
+            with contextlib.suppress(OSError):  # it takes room and does no harm otherwise
+                left.unlink()
 
 
 def write_text(path: str | Path, text: str) -> None:

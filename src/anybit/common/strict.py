@@ -8,6 +8,7 @@ import typing
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from anybit.common.text import quoted
 from anybit.errors import RecipeError, SpecError
 
 T = TypeVar("T")
@@ -30,9 +31,9 @@ def from_mapping(cls: type[T], values: dict[str, Any], *, where: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            close = get_close_matches(key, fields, n=1, cutoff=0.5)
+            close = get_close_matches(key[:80], fields, n=1, cutoff=0.5)
             hint = f"did you mean {where + close[0]!r}?" if close else f"valid keys are {', '.join(fields)}"
-            raise RecipeError(f"unknown key {where + key!r}; {hint}")
+            raise RecipeError(f"unknown key {quoted(where + key)}; {hint}")
     converted = {key: _convert(hints[key], value, where + key) for key, value in values.items()}
     missing = [
         name for name, field in fields.items()
@@ -50,7 +51,7 @@ def from_mapping(cls: type[T], values: dict[str, Any], *, where: str = "") -> T:
 def _convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
-            raise RecipeError(f"{key!r} must be a table ([{key}]), got {value!r}")
+            raise RecipeError(f"{key!r} must be a table ([{key}]), got {quoted(value)}")
         return from_mapping(typing.cast(type[Any], hint), value, where=f"{key}.")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
@@ -59,20 +60,20 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if origin is typing.Literal:
         if value in arguments and not isinstance(value, bool):
             return value
-        close = get_close_matches(str(value), [str(a) for a in arguments], n=1)
+        close = get_close_matches(quoted(value).strip("'"), [str(a) for a in arguments], n=1)
         hint_text = f"; did you mean {close[0]!r}?" if close else ""
-        raise RecipeError(f"{key!r} must be one of {', '.join(map(str, arguments))}; got {value!r}{hint_text}")
+        raise RecipeError(f"{key!r} must be one of {', '.join(map(str, arguments))}; got {quoted(value)}{hint_text}")
     if origin is tuple:
         if not isinstance(value, list):
-            raise RecipeError(f"{key!r} must be a list, got {value!r}")
+            raise RecipeError(f"{key!r} must be a list, got {quoted(value)}")
         return tuple(_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError as error:
-            raise RecipeError(f"{key!r} must be a number that fits in 64 bits, got {value}") from error
+            raise RecipeError(f"{key!r} must be a number that fits in 64 bits, got {quoted(value)}") from error
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise RecipeError(f"{key!r} must be {_spoken(hint)}, got {value!r}")
+        raise RecipeError(f"{key!r} must be {_spoken(hint)}, got {quoted(value)}")
     return value
 
 

@@ -18,15 +18,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from anybit.artifact.pictures import pillow, read_picture
 from anybit.data.base import Dataset, ImageAugment, Lazy, Split
-from anybit.errors import DataError, MissingDependency
+from anybit.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -36,9 +36,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 SIZE, RESIZE = 224, 256
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-"""What is tried on a file, whatever its name says."""
-
 TRAIN, TESTS = "train", ("val", "validation")
 LAYOUT = "images by class are expected here, as train/CLASS/*.JPEG and val/CLASS/*.JPEG"
 SHARE, MOST = 25, 50
@@ -67,7 +64,7 @@ def load_folder(path: Path, *, resize: int = RESIZE, size: int = SIZE, workers: 
         raise DataError(f"size must be above 0 and at most resize = {resize}, got {size}")
     if workers is not None and workers < 1:
         raise DataError(f"workers must be 1 or more, got {workers}")
-    _pillow().init()
+    pillow().init()
     path = Path(path)
     train, test, classes = find_images(path)
     train, validation = set_apart(train)
@@ -201,7 +198,7 @@ class CentreCrop:
     def __call__(self, image: Picture) -> Picture:
         """Return the middle of an image."""
         # Only the pixels of the crop are computed; they are those of the whole image, resized and then cut.
-        return image.resize((self.size, self.size), _pillow().Resampling.BILINEAR, box=self.box(*image.size))
+        return image.resize((self.size, self.size), pillow().Resampling.BILINEAR, box=self.box(*image.size))
 
 
 @dataclass(frozen=True)
@@ -230,23 +227,15 @@ class RandomCrop(ImageAugment):
 
     def __call__(self, image: Picture, random: Random) -> Picture:
         """Return a random part of an image, mirrored or not."""
-        pillow = _pillow()
-        part = image.crop(self.box(*image.size, random)).resize((self.size, self.size), pillow.Resampling.BILINEAR)
-        return part.transpose(pillow.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else part
+        library = pillow()
+        part = image.crop(self.box(*image.size, random)).resize((self.size, self.size), library.Resampling.BILINEAR)
+        return part.transpose(library.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else part
 
 
 def decode(path: Path) -> Picture:
     """Return the image in a file, in colour, whatever it is stored as."""
-    with _pillow().open(path, formats=FORMATS) as file:
-        image: Picture = file
-        if image.mode.startswith("I"):  # 16 bits of grey, which would be cut off at 255
-            image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        if "transparency" in image.info:  # Pillow warns of palettes with transparent colours otherwise
-            image = image.convert("RGBA")
-        if image.mode == "RGB":  # without the copy that convert makes
-            image.load()
-            return image
-        return image.convert("RGB")
+    image: Picture = read_picture(path)
+    return image if image.mode == "RGB" else image.convert("RGB")  # without the copy that convert makes
 
 
 def _columns(values: Iterable[float]) -> np.ndarray:
@@ -427,11 +416,3 @@ class _Promise:
             yield x, self.place
         elif there.any():
             yield x[there], self.place[there]
-
-
-def _pillow() -> ModuleType:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingDependency("pillow", "data", "reading image files") from error
-    return Image

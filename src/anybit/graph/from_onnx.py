@@ -189,7 +189,7 @@ def _clip(node: NodeProto, graph: Graph) -> tuple[float, float] | None:
 
 
 def _erf(x: Array) -> Array:
-    return np.vectorize(math.erf, otypes=[np.float64])(x)
+    return np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x))
 
 
 def _sigmoid(x: Array) -> Array:

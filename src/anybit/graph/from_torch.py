@@ -25,7 +25,7 @@ PRODUCTS: dict[object, tuple[int, int]] = {
     aten.addmm.default: (1, 2), aten.baddbmm.default: (1, 2),
 }  # fmt: skip
 """Matrix products, with the positions of the two tensors they multiply."""
-RECURRENT = {
+RECURRENT: dict[object, str] = {
     aten.lstm.input: "LSTM", aten.gru.input: "GRU", aten.rnn_tanh.input: "RNN", aten.rnn_relu.input: "RNN",
 }  # fmt: skip
 BATCH_NORM = aten._native_batch_norm_legit_no_training.default
@@ -65,7 +65,7 @@ FUNCTIONS = FUSED | HOMOGENEOUS | {
     aten.threshold.default, aten.log_sigmoid.default,
 }  # fmt: skip
 """Functions of one value, so that the range of the output follows from that of the input."""
-ARITHMETIC = {
+ARITHMETIC: dict[object, str] = {
     aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div",
 }  # fmt: skip
 BOUNDED: dict[object, tuple[float, float]] = {
@@ -157,7 +157,8 @@ def _read(module: fx.GraphModule, node: fx.Node, graph: Graph) -> Node:
     elif target is aten.cat.default:
         new.kind = "concat"
         new.axis = _dim(node.args[1] if len(node.args) > 1 else 0, _rank(node))
-        new.inputs = [_value(arg) for arg in node.args[0]]  # type: ignore[union-attr]
+        parts: Any = node.args[0]
+        new.inputs = [_value(part) for part in parts]
     elif target in ARITHMETIC and node.kwargs.get("alpha", 1) == 1:
         _read_arithmetic(node, new)
     elif target in FUNCTIONS and len(inputs) == 1:

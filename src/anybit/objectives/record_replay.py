@@ -66,7 +66,9 @@ class Operand:
     def __init__(self, value: Tensor, *, reach: bool, sample: bool = False) -> None:
         value = value.detach()
         # Two examples stand for the batch, of which one may be blank: the step needs the order of magnitude only.
-        self.size = root_mean_square(value[:: (len(value) + 1) // 2] if sample and value.dim() and len(value) else value)
+        self.size = root_mean_square(
+            value[:: (len(value) + 1) // 2] if sample and value.dim() and len(value) else value
+        )
         self.reach = torch.linalg.vector_norm(value, ord=math.inf) if reach else None
         self.numel, self.eps = value.numel(), torch.finfo(value.dtype).eps
         self.direction: Tensor | None = None

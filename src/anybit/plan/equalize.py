@@ -174,7 +174,7 @@ def _side(layer: Node, *, output: bool, repeat: int = 1) -> Side:
 
 def _sizes(weight: npt.NDArray[Any]) -> Array:
     """Return the largest magnitude of each kernel: a factor per channel acts on it as on the kernel."""
-    return np.abs(weight.astype(np.float64)).reshape(*weight.shape[:2], -1).max(2)
+    return np.asarray(np.abs(weight.astype(np.float64)).reshape(*weight.shape[:2], -1).max(2))
 
 
 def _alive(sizes: Array) -> npt.NDArray[np.bool_]:

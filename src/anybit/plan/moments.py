@@ -3,8 +3,8 @@
 A batch norm says that its output has mean β and standard deviation |γ| per channel, so `β ± nγ` holds nearly
 all of it; layer and group norm say the same. From there the interval and the first two moments are carried through
 what follows: a function of one value is applied to the bell curve itself, sums add means and variances, a concatenation
-lines channels up. Two functions of the same value stay functions of that value, so `x · sigmoid(x)` is as exact as a single
-operator. Where nothing is known, data must tell.
+lines channels up. Two functions of the same value stay functions of that value, so `x · sigmoid(x)` is as exact as a
+single operator. Where nothing is known, data must tell.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def through_layer(
     index = np.arange(outs) // (outs // groups)
 
     def inputs(values: Array) -> Array:
-        return np.broadcast_to(values, (groups * ins,)).reshape(groups, ins)[index]
+        return np.asarray(np.broadcast_to(values, (groups * ins,)).reshape(groups, ins)[index])
 
     positive, negative = np.maximum(kernel, 0).sum(2), np.minimum(kernel, 0).sum(2)
     shift = np.zeros(outs) if bias is None else np.asarray(bias, np.float64)
@@ -356,7 +356,7 @@ def _handed_on(graph: Graph, node: Node, moments: dict[str, Moments], n: float) 
     axis, repeat = where
     if repeat == 1:
         return replace(x, axis=axis)
-    parts = {name: np.repeat(getattr(x, name), repeat) for name in ("mean", "var", "low", "high")}
+    parts: dict[str, Any] = {name: np.repeat(getattr(x, name), repeat) for name in ("mean", "var", "low", "high")}
     return replace(x, axis=axis, **parts)
 
 

@@ -144,7 +144,7 @@ def _settle_channels(error: Array, codes: Array, sums: Array, *, clipped: bool) 
 
 def _moves(sums: Array, most: int) -> Indices:
     """Return how many moves by one bring each sum to within 1/2."""
-    return np.rint(np.minimum(np.abs(sums), most)).astype(np.intp)
+    return np.asarray(np.rint(np.minimum(np.abs(sums), most)), np.intp)
 
 
 def _largest(values: Array, count: Indices) -> npt.NDArray[np.bool_]:

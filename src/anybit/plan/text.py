@@ -58,7 +58,7 @@ def plan_from_old(values: dict[str, Any], *, where: str) -> Plan:
     def bias(v: Any, spot: str) -> Bias:
         if not isinstance(v, dict):
             raise FileError(f"{spot} must be a JSON object, got {said(v)}")
-        found = entry(Bias, {"name": v.get("tensor")} | {k: x for k, x in v.items() if k not in _GONE}, spot)
+        found: Bias = entry(Bias, {"name": v.get("tensor")} | {k: x for k, x in v.items() if k not in _GONE}, spot)
         for name in [n for n in (found.weight, v.get("value")) if n is not None]:
             if not isinstance(name, str) or name not in places:
                 raise FileError(f"{spot}: {said(name)} is not the tensor or value of a point")

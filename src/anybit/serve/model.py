@@ -87,8 +87,8 @@ class LiveModel:
 
     def predict(self, data: bytes, bits: Bits) -> Prediction:
         """Return what the network says about a picture at these widths, and how long a run takes now."""
+        x = read_upload(data, self.shape, mean=self.mean, std=self.std)  # others may run while this decodes
         with self._running:
-            x = read_upload(data, self.shape, mean=self.mean, std=self.std)
             self.session.set_bits(weights=bits.weights, activations=bits.activations)
             scores, used = self._scores(x)
             seconds, runs = self.timed(x)

@@ -6,10 +6,9 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from anybit.artifact.pictures import Floats, as_batch, find_inputs, pillow
-from anybit.errors import AnybitError, DataError
+from anybit.artifact.pictures import Floats, as_batch, decode, find_inputs, pillow
+from anybit.errors import DataError
 
 LARGEST_UPLOAD = 10_000_000
 """Bytes."""
@@ -46,28 +45,10 @@ def read_upload(
         DataError: It is no picture, of another type, too large, or broken.
     """
     try:
-        with _opened(data) as picture:
-            return as_batch(picture, shape, mean=mean, std=std)
-    except AnybitError:
-        raise
-    except Exception as error:  # Pillow's readers have no common base for what they raise on broken files
-        reason = " ".join(str(error).split())[:120]
-        raise DataError(f"this picture is broken or cut short ({reason}); save it again and retry") from error
-
-
-def _opened(data: bytes) -> Any:
-    """Return Pillow's picture with type and size checked; nothing of it is decoded yet."""
-    image = pillow()
-    try:
-        picture = image.open(io.BytesIO(data), formats=list(TYPES))
-    except (image.DecompressionBombError, image.DecompressionBombWarning):
-        raise DataError(f"this picture has more than {LARGEST_PICTURE:,} pixels; make it smaller first") from None
-    except OSError:
-        raise DataError(f"this file is no picture of a known type; {_TAKEN} is expected") from None
-    if picture.width * picture.height > LARGEST_PICTURE:
-        size = f"{picture.width} x {picture.height}"
-        raise DataError(f"this picture has {size} pixels, more than {LARGEST_PICTURE:,}; make it smaller first")
-    return picture
+        picture = decode(data, formats=list(TYPES), largest=LARGEST_PICTURE)
+    except DataError as error:
+        raise DataError(f"this file {error}") from error
+    return as_batch(picture, shape, mean=mean, std=std)
 
 
 def read_examples(folder: Path) -> tuple[Example, ...]:
@@ -85,7 +66,9 @@ def _example(path: Path) -> Example:
             raise DataError(f"more than {LARGEST_UPLOAD // 10**6} MB; take it out of the folder")
         data = path.read_bytes()
         read_upload(data, (1, 1, 1))
-        with _opened(data) as picture:
-            return Example(path.name, data, TYPES[picture.format])
+        with pillow().open(io.BytesIO(data), formats=list(TYPES)) as picture:
+            return Example(
+                path.name, data, TYPES.get(picture.format, TYPES["JPEG"])
+            )  # MPO is a JPEG with more behind it
     except (DataError, OSError) as error:
         raise DataError(f"{path}: cannot be an example: {error}") from error

@@ -7,6 +7,7 @@ where the network allows it. Parameters keep the names they had in the module.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -120,7 +121,7 @@ def _at_other_sizes(model: nn.Module, module: nn.Module, args: tuple[Any, ...], 
     """Tell whether a graph captured at one picture size works at others; `None` if only the model itself does."""
     for factors in ((0.5, 0.75), (2, 3)):
         try:
-            inputs = pytree.tree_map_only(Tensor, lambda t, f=factors: _resized(t, f), (args, kwargs))
+            inputs = pytree.tree_map_only(Tensor, functools.partial(_resized, factors=factors), (args, kwargs))
             want = pytree.tree_leaves(model(*inputs[0], **inputs[1]))
         except Exception:  # the model takes no such size, for whatever reason
             continue

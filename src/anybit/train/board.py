@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,16 @@ def on_board(folder: Path, log: Log, *, start: int = 0) -> Iterator[Log]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise MissingDependency("tensorboard", "tensorboard", "anybit train --tensorboard") from error
-    writer: Any = SummaryWriter(str(folder), purge_step=start or None)
+    writer: Any = functools.cache(lambda: SummaryWriter(str(folder), purge_step=start or None))
 
     def both(**values: Any) -> None:
         log(**values)
         for name, value in values.items():
             if name != "step" and value is not None:
-                writer.add_scalar(name, float(value), values["step"])
+                writer().add_scalar(name, float(value), values["step"])
 
     try:
         yield both
     finally:
-        writer.close()
+        if writer.cache_info().currsize:  # nothing is made for a run that was refused before its first step
+            writer().close()

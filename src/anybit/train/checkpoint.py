@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,12 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from anybit.common.files import replacing
-from anybit.errors import CheckpointError, MissingDependency
+from anybit.common.text import printable
+from anybit.errors import CheckpointError, MissingDependency, SpecError
 from anybit.models import build_model
 
 FORMAT = "anybit-checkpoint/1"
 KEYS = frozenset({"format", "about", "digest"})
 PICKLED = (".pt", ".pth")
+TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""What safetensors calls the types of numbers that a network has."""
 
 
 def _safetensors() -> Any:
@@ -46,25 +52,38 @@ def digest_of(tensors: Mapping[str, Tensor], about: str = "") -> str:
     """
     total = hashlib.blake2b(about.encode(), digest_size=16)
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
+        tensor = tensors[name]
         total.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        total.update(_bytes(tensor))
     return total.hexdigest()
 
 
-def write_tensors(path: str | Path, tensors: dict[str, Tensor], about: dict[str, Any], *, kind: str) -> None:
-    """Write tensors and what is known about them, at once, with a checksum."""
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: dict[str, Any], *, kind: str) -> None:
+    """Write tensors and what is known about them as a safetensors file, at once, with a checksum.
+
+    The library's own writer makes a temporary file that outlives a killed process and that only its owner may read.
+    """
     text = json.dumps(about, allow_nan=False)
-    header = {"format": kind, "about": text, "digest": digest_of(tensors, text)}
-    library = _safetensors()
-    with replacing(path) as beside:
-        try:
-            library.torch.save_file(tensors, str(beside), metadata=header)
-        except library.SafetensorError as error:
-            # What the system said, in the words of the library.
-            if (code := re.search(r"\b(?:os error|code:) (\d+)", str(error))) is not None:
-                raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
-            raise CheckpointError(f"{path}: cannot be written ({error})") from error
+    entries: dict[str, Any] = {"__metadata__": {"format": kind, "about": text, "digest": digest_of(tensors, text)}}
+    end = 0
+    # The widest numbers first, so that each lies at a multiple of its own size.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in ordered:
+        if tensors[name].dtype not in TYPES:
+            raise CheckpointError(f"{path}: not written, {name} has numbers of type {tensors[name].dtype}")
+        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        number, shape = TYPES[tensors[name].dtype], list(tensors[name].shape)
+        entries[name] = {"dtype": number, "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with replacing(path) as beside, beside.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for name in ordered:
+            file.write(_bytes(tensors[name]))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_tensors(path: str | Path, *, kind: str, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -115,15 +134,6 @@ def _short(error: BaseException) -> str:
     return printable((str(error) or type(error).__name__).partition("\n")[0], 200)
 
 
-def printable(text: str, length: int) -> str:
-    r"""Return a text out of a file so that it can be shown in a line.
-
-    >>> printable("a\x1d\nb" + 90 * "c", 5)
-    'a bcc'
-    """
-    return " ".join("".join(c if c.isprintable() else " " for c in text[: 2 * length]).split())[:length]
-
-
 def save_checkpoint(path: str | Path, model: nn.Module, about: dict[str, Any]) -> None:
     """Write the weights and buffers of `model`, and `about`: what `load_model` needs, and whatever else is known."""
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
@@ -166,6 +176,21 @@ def _plain(value: object) -> bool:
     if not isinstance(value, Tensor):
         return False
     return value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
+
+
+def check_room(shape: Mapping[str, Any]) -> None:
+    """Refuse to build a network that training would not find room for; nothing is allocated to find out.
+
+    Weights, gradients and the optimizer's moments take 16 bytes for each parameter, in 32 bits.
+    """
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in build_model(**shape).parameters())
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 16 * count > room:
+        raise SpecError(
+            f"{shape['name']} at multiplier {shape['multiplier']:g} has {count:,} parameters, and training takes 16 "
+            f"bytes for each; this machine has {room / 2**30:.0f} GB: choose a smaller multiplier"
+        )
 
 
 def load_weights(path: str | Path, model: nn.Module) -> dict[str, Any]:

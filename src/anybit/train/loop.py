@@ -28,7 +28,7 @@ from anybit.objectives.orthogonal import OrthogonalPenalty
 from anybit.objectives.schedule import last_epochs
 from anybit.simulate.capture import evaluating
 from anybit.train.board import Log, on_board
-from anybit.train.checkpoint import digest_of, load_model, load_weights, save_checkpoint
+from anybit.train.checkpoint import check_room, digest_of, load_model, load_weights, save_checkpoint
 from anybit.train.clock import Clock, EpochTime
 from anybit.train.memory import keep_freed_memory
 from anybit.train.place import OnDevice, Place, placed
@@ -273,15 +273,14 @@ def train(
         _check_shares(recipe, data, place)
         tell = say if say is not None and place.leads else unsaid
         run = RunFolder(folder, recipe)
+        if place.leads:
+            stack.enter_context(run)  # before the first look at it: another process may be about to end its run
         if resume and (results := finished(run, leads=place.leads)) is not None:
             tell(f"{run.path}: this run is finished; nothing is left to do")
             return load_model(run.checkpoint)[0].eval(), results
         here = functools.cache(functools.partial(identity, recipe, data, digest_of(model.state_dict()), place))
         saved = _resumed(run.state, here, place, tell) if resume else None
-        run.kept = None if saved is None else saved.log
         with Stop() as stop:
-            if place.leads:
-                stack.enter_context(run)
             keeper = Keeper(run, here, place=place, every=save_every, saved=saved, stop=stop, say=tell)
             log: Log | None = run.log if place.leads else None
             if board and log is not None:
@@ -308,9 +307,8 @@ def _start(recipe: Recipe, data: Dataset) -> tuple[nn.Module, dict[str, Any]]:
     if len(data.shape) != 3:
         raise SpecError(f"the models here take images (channels, height, width); the data has {data.shape}")
     shape = model_shape(recipe, data)
-    model = build_model(
-        shape["name"], channels=shape["channels"], classes=shape["classes"], multiplier=shape["multiplier"]
-    )
+    check_room(shape)
+    model = build_model(**shape)
     if recipe.init is not None:
         load_weights(recipe.init, model)
     _check_fit(model, recipe, data)

@@ -12,23 +12,30 @@ from typing import Any, Literal
 
 from anybit.common.files import read_text
 from anybit.common.strict import from_mapping
+from anybit.common.text import printable, quoted
 from anybit.errors import RecipeError, SpecError
 from anybit.spec import Bits
 
 BUNDLED = Path(__file__).parents[1] / "recipes"
 """The recipes that come with this package."""
 
+MOST = 10**6
+"""Of epochs, strengths and the like: above it lies no training that anybody wants, and what overflows."""
 
-def _positive(**values: float) -> None:
+
+def _positive(most: int = MOST, **values: float) -> None:
     for name, value in values.items():
         if not 0 < value < math.inf:
-            raise SpecError(f"{name} must be above zero, got {value}")
+            raise SpecError(f"{name} must be above zero, got {quoted(value)}")
+        _not_negative(most, **{name: value})
 
 
-def _not_negative(**values: float) -> None:
+def _not_negative(most: int = MOST, **values: float) -> None:
     for name, value in values.items():
         if not 0 <= value < math.inf:
-            raise SpecError(f"{name} must be zero or more, got {value}")
+            raise SpecError(f"{name} must be zero or more, got {quoted(value)}")
+        if value > most:
+            raise SpecError(f"{name} must be at most {most:,}, got {quoted(value)}")
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class ModelRecipe:
     multiplier: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive(multiplier=self.multiplier)
+        _positive(100, multiplier=self.multiplier)
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class OptimizerRecipe:
     """Epochs over which the rate rises from zero."""
 
     def __post_init__(self) -> None:
-        _positive(lr=self.lr)
+        _positive(1000, lr=self.lr)
         _not_negative(momentum=self.momentum, weight_decay=self.weight_decay, warmup=self.warmup)
         if self.momentum >= 1:
             raise SpecError(f"momentum must be below one, got {self.momentum}")
@@ -130,6 +137,8 @@ class QuantizeRecipe:
     per_channel: bool = False
 
     def __post_init__(self) -> None:
+        if len(self.widths) > 100:
+            raise SpecError(f"widths must be at most 100 pairs, got {len(self.widths)}")
         for width in self.widths:
             Bits.parse(width)
 
@@ -156,7 +165,7 @@ class SpeedRecipe:
     still that of the whole batch; batch norm sees the parts."""
 
     def __post_init__(self) -> None:
-        _positive(accumulate=self.accumulate)
+        _positive(1000, accumulate=self.accumulate)
 
 
 @dataclass(frozen=True)
@@ -177,11 +186,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _positive(epochs=self.epochs)
-        _not_negative(seed=self.seed)
+        if self.seed < 0:
+            raise SpecError(f"seed must be zero or more, got {quoted(self.seed)}")
         if self.seed >= 2**63:
-            raise SpecError(f"seed must be below 2**63, got {self.seed}")
-        if not self.name or set(self.name) & set("/\\\0"):
-            raise SpecError(f"name is used as a folder and must be a plain word, got {self.name!r}")
+            raise SpecError(f"seed must be below 2**63, got {quoted(self.seed)}")
+        plain = self.name.isprintable() and self.name not in (".", "..") and not set(self.name) & set("/\\")
+        if not plain or not 0 < len(self.name) <= 100:
+            raise SpecError(f"name is used as a folder and must be a plain word, got {quoted(self.name)}")
         if self.quantize.widths and self.penalty.any:
             raise SpecError("quantize.widths and the penalties exclude each other; drop one of the two tables")
         if self.quantize.widths and (self.speed.compile or self.speed.precision != "float32"):
@@ -227,7 +238,7 @@ def load_recipe(path: str | Path, *, penalty: PenaltyRecipe | None = None) -> Re
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # broken, or numbers and brackets without end
-        raise RecipeError(f"{path}: not valid TOML: {error}") from error
+        raise RecipeError(f"{path}: not valid TOML: {printable(error, 200)}") from error
     recipe = parse_recipe(values, source=str(path))
     if penalty is None or {"penalty", "quantize"} & values.keys():
         return recipe

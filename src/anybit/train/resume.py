@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybit.common.files import read_json
+from anybit.common.text import printable, quoted
 from anybit.data import Dataset
 from anybit.errors import CheckpointError
 from anybit.objectives.base import Penalty
 from anybit.objectives.restore import random_state, set_random_state
-from anybit.train.checkpoint import check_fit, printable, read_tensors, write_tensors
+from anybit.train.checkpoint import check_fit, read_tensors, write_tensors
 from anybit.train.clock import Clock, EpochTime
 from anybit.train.place import Place
 from anybit.train.recipe import Recipe
@@ -162,7 +163,7 @@ def _flat(table: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]
 
 
 def _spoken(values: dict[str, Any], key: str) -> str:
-    return f"{values[key]!r:.60}" if key in values else "missing"
+    return quoted(values[key], 60) if key in values else "missing"
 
 
 def finished(run: RunFolder, *, leads: bool) -> dict[str, Any] | None:
@@ -217,13 +218,13 @@ def _saved(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> Sav
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-        raise ValueError(f"a count is expected, got {value!r:.40}")
+        raise ValueError(f"a count is expected, got {quoted(value, 40)}")
     return value
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"a number is expected, got {value!r:.40}")
+        raise ValueError(f"a number is expected, got {quoted(value, 40)}")
     return float(value)
 
 
@@ -374,13 +375,17 @@ class Keeper:
     def start(self, moving: Moving, recipe: Recipe, steps: int) -> Position:
         """Put a state back and return where it was; without one, the beginning. `steps` is the length of an epoch."""
         self._epoch = steps
-        if self.saved is None:
-            return Position()
-        at = self.saved.position
-        if at.epoch >= recipe.epochs or at.index > steps or self.saved.steps != at.epoch * steps + at.index:
+        saved, self.saved = self.saved, None  # the tensors are not needed twice
+        at = Position() if saved is None else self._restored(saved, moving, recipe, steps)
+        if self.place.leads:
+            self.run.begin(None if saved is None else saved.log)  # not before now: what is refused changes nothing
+        return at
+
+    def _restored(self, saved: Saved, moving: Moving, recipe: Recipe, steps: int) -> Position:
+        at = saved.position
+        if at.epoch >= recipe.epochs or at.index > steps or saved.steps != at.epoch * steps + at.index:
             raise CheckpointError(f"{self.path}: epoch {at.epoch}, step {at.index} is not of this run; {AGAIN}")
-        restore(self.saved, moving, self.place)
-        self.saved = None  # the tensors are not needed twice
+        restore(saved, moving, self.place)
         return at
 
     def after_step(self, moving: Moving, at: Position, index: int, clock: Clock) -> None:

@@ -25,13 +25,11 @@ class RunFolder:
     Args:
         path: The folder.
         recipe: What is trained.
-        kept: How many bytes of the log belong to the state that the run goes on from; without it, it starts anew.
     """
 
-    def __init__(self, path: str | Path, recipe: Recipe, *, kept: int | None = None) -> None:
+    def __init__(self, path: str | Path, recipe: Recipe) -> None:
         self.path = Path(path)
         self.recipe = recipe
-        self.kept = kept
         self._log: BinaryIO | None = None
 
     @property
@@ -54,43 +52,44 @@ class RunFolder:
         return self.path / "log.partial"
 
     def __enter__(self) -> RunFolder:
+        """Take the folder for this process. Nothing in it is changed yet: a run that is refused leaves it as it was."""
         make_folder(self.path)
         try:
-            with contextlib.ExitStack() as stack:
-                self._log = stack.enter_context(self._locked())
-                for file in (self.checkpoint, self.state, self.summary):
-                    discard_partial(file)
-                if self.kept is None:  # first of all: a state without its log could not be gone on from
-                    self.state.unlink(missing_ok=True)
-                self.write_summary({})
-                self._cut(self.kept or 0)
-                stack.pop_all()
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
-            raise write_error(self._partial, error) from error
-        return self
-
-    def _locked(self) -> BinaryIO:
-        """Open the log, unless another process is writing it."""
-        file = self._partial.open("a+b")
+            raise write_error(self.path, error) from error
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.close()
+            os.close(self._lock)
             raise FileError(f"{self.path}: another process is training into this folder; use another one") from error
         except OSError:  # a file system without locks
             pass
-        return file
+        return self
 
-    def _cut(self, size: int) -> None:
-        """Take back the lines of steps that will be taken again."""
-        assert self._log is not None
-        found = self._log.seek(0, os.SEEK_END)
-        if found < size:
+    def begin(self, kept: int | None = None) -> None:
+        """Make the folder one of a run that is on its way, once nothing else can refuse it.
+
+        Args:
+            kept: How many bytes of the log belong to the state that the run goes on from; without it, it starts anew.
+        """
+        found = self._partial.stat().st_size if self._partial.is_file() else 0
+        if kept is not None and found < kept:
             raise FileError(
-                f"{self._partial}: has {found} bytes, the state was saved with {size}; put it back, or delete the "
+                f"{self._partial}: has {found} bytes, the state was saved with {kept}; put it back, or delete the "
                 "state and start again"
             )
-        self._log.truncate(size)
+        try:
+            for file in (self.checkpoint, self.state, self.summary):
+                discard_partial(file)
+            if kept is None:  # first of all: a state without its log could not be gone on from
+                self.state.unlink(missing_ok=True)
+            self.write_summary({})
+            self._log = self._partial.open("ab")
+            self._log.truncate(kept or 0)  # takes back the lines of steps that will be taken again
+            self._log.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise write_error(self._partial, error) from error
 
     def write_summary(self, results: dict[str, Any], **more: Any) -> None:
         """Write `run.json`: the recipe, the seed, where and when it ran, and what came out so far."""
@@ -130,7 +129,8 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._log is not None
-        # What is lost of the log here was not saved with a state either, and the first error is the one to read.
-        with contextlib.suppress(OSError):
-            self._log.close()
+        os.close(self._lock)
+        if self._log is not None:
+            # What is lost of the log here was not saved with a state either, and the first error is the one to read.
+            with contextlib.suppress(OSError):
+                self._log.close()

@@ -1,0 +1,231 @@
+"""How large the values of a stranger's graph may become, and where that is seen to.
+
+A graph may hide a size: `Pow -> Cast -> ConstantOfShape` makes gigabytes out of eight bytes. Three rules together:
+
+1. What follows from constants alone, ONNX Runtime computes while it loads the file. Here the small part of it (shapes,
+   counts, indices) is computed first, step by step, until the sizes of all the rest are known. Together that may have
+   16 million entries more than what it is made from; a size that cannot be found out this way is refused.
+2. With every free size at one, no value may have more than 2**28 entries.
+3. What hangs on the sizes or the values of the inputs is known only when they come: free sizes, `Shape -> Gather ->
+   Concat -> Reshape`, `Resize`, lengths that a speech network predicts. All sessions of a process share one pool of
+   working memory with a limit (`limit_memory`), and a run that asks for more fails with an error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, numpy_helper
+
+from anybit.common.text import printable
+from anybit.errors import FileError, SpecError
+
+WORKING_MEMORY = 4 * 2**30
+"""Bytes that all runs of a process may work with at a time, weights not counted."""
+
+SETTING = "ANYBIT_MEMORY_GB"
+"""The environment variable that sets another limit."""
+
+MOST_ENTRIES = 2**28
+MOST_GROWTH = 2**24
+_SMALL = 4096
+_ROUNDS = 10
+_RANDOM = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)
+_NEVER_GROWING = frozenset({
+    "Compress", "Identity", "NonZero", "Reshape", "Slice", "Split", "Squeeze", "TopK", "Transpose", "Unique",
+    "Unsqueeze",
+})  # fmt: skip
+"""Operators with at most a few times as many entries as they get, also where nobody knows how many."""
+
+Outside = tuple[str, int, tuple[int, ...]]
+"""Name, type and shape of a constant that is not in the graph."""
+
+
+def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: str, infer: Any, session: Any) -> None:
+    """Refuse a graph whose constants would unfold to absurd sizes (rule 1) or whose values are absurd (rule 2).
+
+    Args:
+        model: The model. It is changed: small constants take the place of the nodes that compute them.
+        outside: The constants that it uses and that are not in it; their values are not looked at.
+        where: The file, for errors.
+        infer: Returns the model with the shapes of its values.
+        session: Makes an ONNX Runtime session of a model, without optimizations.
+    """
+    constants = {name: math.prod(shape) for name, _, shape in outside}
+    dims = [d for v in model.graph.input if v.name not in constants for d in v.type.tensor_type.shape.dim]
+    free = [d for d in dims if not d.HasField("dim_value") or d.dim_value < 1]
+    for dim in free:  # some write a free size as 0 or -1
+        dim.ClearField("dim_value")
+    _take_constants(model.graph)
+    shapes = _shapes(infer(model))
+    for _ in range(_ROUNDS):
+        if not _fold(model, shapes, session, where=where):
+            break
+        shapes = _shapes(infer(model))
+    _check_constants(model.graph, shapes, constants, where=where)
+    for dim in free:
+        dim.dim_value = 1
+    for name, sizes in _shapes(infer(model)).items():
+        if _entries(sizes) > MOST_ENTRIES:
+            raise FileError(f"{where}: {printable(name, 60)!r} would have the shape {list(sizes[:8])}")
+
+
+Sizes = tuple[int | None, ...]
+
+
+def _shapes(model: onnx.ModelProto) -> dict[str, Sizes]:
+    """Return the sizes of all values that have a known number of dimensions; a free one is None."""
+    graph = model.graph
+    found = {v.name: _sizes(v.type) for v in [*graph.input, *graph.value_info, *graph.output]}
+    found |= {t.name: tuple(t.dims) for t in graph.initializer}
+    return {name: sizes for name, sizes in found.items() if sizes is not None}
+
+
+def _sizes(kind: TypeProto) -> Sizes | None:
+    if not kind.tensor_type.HasField("shape"):
+        return None
+    return tuple(
+        d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in kind.tensor_type.shape.dim
+    )
+
+
+def _entries(sizes: Sizes) -> int:
+    return math.prod(1 if size is None else size for size in sizes)
+
+
+def _is_small(sizes: Sizes | None) -> bool:
+    return sizes is not None and None not in sizes and 0 <= _entries(sizes) <= _SMALL
+
+
+def _take_constants(graph: GraphProto) -> None:
+    """Make the Constant nodes initializers."""
+    kept = []
+    for node in graph.node:
+        if node.op_type == "Constant" and [a.name for a in node.attribute] == ["value"]:
+            graph.initializer.add().CopyFrom(node.attribute[0].t)
+            graph.initializer[-1].name = node.output[0]
+        else:
+            kept.append(node)
+    del graph.node[:]
+    graph.node.extend(kept)
+
+
+def _fold(model: onnx.ModelProto, shapes: Mapping[str, Sizes], session: Any, *, where: str) -> bool:
+    """Replace nodes that make small constants by what they make; return whether there were any."""
+    graph = model.graph
+    held = {
+        t.name: t for t in graph.initializer if t.data_location != TensorProto.EXTERNAL and _is_small(tuple(t.dims))
+    }
+    made: dict[str, Any] = {}
+    nodes: list[NodeProto] = []
+    known = set(held)
+    for node in graph.node:
+        if node.op_type == "Shape" and (sizes := shapes.get(node.input[0])) is not None and None not in sizes:
+            ends = {a.name: a.i for a in node.attribute}
+            made[node.output[0]] = np.array(sizes, np.int64)[slice(ends.get("start"), ends.get("end"))]
+        elif _is_fixed(node) and all(name in known for name in node.input if name):
+            if not all(_is_small(shapes.get(name)) for name in node.output if name):
+                continue
+            nodes.append(node)
+            known.update(node.output)
+    if nodes:
+        made |= _computed(model, nodes, held, session, where=where)
+    kept = [node for node in graph.node if not made.keys() & set(node.output)]
+    if len(kept) == len(graph.node):
+        return False
+    del graph.node[:]
+    graph.node.extend(kept)
+    graph.initializer.extend(numpy_helper.from_array(np.asarray(value), name) for name, value in made.items())
+    return True
+
+
+def _is_fixed(node: NodeProto) -> bool:
+    """Tell whether a node makes the same of the same constants every time."""
+    graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+    return bool(node.output) and node.op_type not in _RANDOM and all(a.type not in graphs for a in node.attribute)
+
+
+def _computed(
+    model: onnx.ModelProto, nodes: list[NodeProto], held: Mapping[str, TensorProto], session: Any, *, where: str
+) -> dict[str, Any]:
+    """Let ONNX Runtime compute some constants, each of them small."""
+    names = [name for node in nodes for name in node.output if name]
+    used = {name for node in nodes for name in node.input}
+    part = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    part.graph.name = "constants"
+    part.graph.node.extend(nodes)
+    part.graph.initializer.extend(tensor for name, tensor in held.items() if name in used)
+    part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    try:
+        return dict(zip(names, session(part).run(None, {}), strict=True))
+    except Exception as error:  # ONNX Runtime has no common base for its exceptions
+        raise FileError(f"{where}: its constants cannot be computed ({printable(error, 200)})") from error
+
+
+def _check_constants(graph: GraphProto, shapes: Mapping[str, Sizes], held: Mapping[str, int], *, where: str) -> None:
+    """Refuse what would grow while the file is loaded."""
+    sizes: dict[str, int | None] = {**held, **{t.name: math.prod(t.dims) for t in graph.initializer}}
+    growth = 0
+    for node in graph.node:
+        if not _is_fixed(node) or not all(name in sizes for name in node.input if name):
+            continue
+        before = sum(sizes[name] or 0 for name in node.input if name)
+        for name in filter(None, node.output):
+            found = shapes.get(name)
+            sizes[name] = None if found is None or None in found else _entries(found)
+            if sizes[name] is None and node.op_type not in _NEVER_GROWING:
+                raise FileError(
+                    f"{where}: the size of {printable(name, 60)!r}, which {printable(node.op_type, 40)} computes from "
+                    "constants, cannot be found out before it is computed; fold constants before you save the model"
+                )
+            growth += max(0, (sizes[name] or 0) - before)
+            if growth > MOST_GROWTH:
+                raise FileError(
+                    f"{where}: {printable(name, 60)!r} would have the shape {list(found or ())[:8]}, computed from "
+                    f"constants alone; at most {MOST_GROWTH:,} entries may be"
+                )
+
+
+def memory_limit() -> int:
+    """Return how many bytes all runs of this process may work with at a time."""
+    text = os.environ.get(SETTING, "")
+    try:
+        found = float(text) if text else WORKING_MEMORY / 2**30
+        if not 0 < found < 2**20:
+            raise ValueError
+    except ValueError:
+        raise SpecError(f"{SETTING} must be a number of gigabytes, got {printable(text, 40)!r}") from None
+    return int(found * 2**30)
+
+
+_limited: list[int] = []
+
+
+def limit_memory(runtime: Any, options: Any) -> None:
+    """Let a session of ONNX Runtime share the pool of working memory of this process, which has a limit."""
+    if not _limited:
+        info = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
+        runtime.create_and_register_allocator(info, runtime.OrtArenaCfg({"max_mem": memory_limit()}))
+        _limited.append(memory_limit())
+    options.add_session_config_entry("session.use_env_allocators", "1")
+
+
+def memory_advice(reason: str) -> str:
+    """Return what to do about a run that failed, if it failed for want of working memory; else nothing.
+
+    >>> memory_advice("Available memory of 5 is smaller than requested bytes of 9")
+    '; it wants more than 4 GB to work with: take smaller batches or pictures, or set ANYBIT_MEMORY_GB'
+    >>> memory_advice("Got invalid dimensions")
+    ''
+    """
+    if "smaller than requested bytes" not in reason and "Failed to allocate memory" not in reason:
+        return ""
+    limit = _limited[0] if _limited else WORKING_MEMORY
+    return f"; it wants more than {limit / 2**30:g} GB to work with: take smaller batches or pictures, or set {SETTING}"

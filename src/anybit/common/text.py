@@ -1,0 +1,37 @@
+"""Text out of somebody's file, made fit for a terminal and for one line."""
+
+from __future__ import annotations
+
+LONGEST = 2000
+"""Characters of the longest message that is shown."""
+
+
+def printable(text: object, length: int = LONGEST) -> str:
+    r"""Return a text so that it can be shown in a line: control characters become spaces, and it is never pages long.
+
+    Escape sequences would move the cursor or rename the window, and marks that turn the direction of writing would make
+    a name look like another one.
+
+    >>> printable("a\x1b[2J\nb" + 90 * "c", 7)
+    'a [2J b'
+    >>> printable("\u202egnp.exe")
+    'gnp.exe'
+    """
+    # A lone surrogate has no bytes that a terminal could be sent; a few characters more than shown may be spaces.
+    shown = "".join(c if c.isprintable() else " " for c in str(text)[: 2 * length])
+    return " ".join(shown.split())[:length]
+
+
+def quoted(value: object, length: int = 80) -> str:
+    """Return a value as an error quotes it: never pages of it.
+
+    >>> quoted("x" * 99, 9)
+    "'xxxxx..."
+    """
+    # The text of a long value is not made only to be cut: a list of a million numbers takes a second.
+    short = value[: 4 * length] if isinstance(value, str | bytes | list | tuple) else value
+    try:
+        text = printable(repr(short), 2 * length)
+    except ValueError:  # a whole number of thousands of digits
+        text = f"a {type(value).__name__} without end"
+    return text if len(text) <= length else f"{text[: length - 3]}..."
