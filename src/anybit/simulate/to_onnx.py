@@ -30,6 +30,7 @@ from anybit.common.provenance import origin
 from anybit.errors import MissingDependency, NetworkError
 from anybit.simulate.modules import Activation, Bias, Weight
 from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.recurrent import to_operators, translations
 from anybit.simulate.signature import free_dims
 
 BATCH = "batch"
@@ -95,6 +96,7 @@ def _marked(body: fx.GraphModule) -> tuple[fx.GraphModule, list[str]]:
             node.replace_all_uses_with(graph.call_function(torch.ops.anybit.mark.default, (source, len(marked) - 1)))
         graph.erase_node(node)
     graph.eliminate_dead_code()
+    to_operators(graph)
     copied = fx.GraphModule(body, graph)
     floats = {p.dtype for p in copied.parameters()} | {b.dtype for b in copied.buffers()}
     if floats & {torch.float64, torch.float16, torch.bfloat16} or _device(copied).type != "cpu":
@@ -134,7 +136,7 @@ def _translate(body: fx.GraphModule, holders: list[fx.Node]) -> OnnxModel:
     example = tuple(_example(node) for node in holders)
     symbolic = [{d for d, n in enumerate(node.meta["val"].shape) if not is_concrete_int(n)} for node in holders]
     free = tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) or None for dims in symbolic)
-    table: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.anybit.mark.default: _mark_in_onnx()}
+    table: dict[Any, Callable[..., Any]] = {torch.ops.anybit.mark.default: _mark_in_onnx(), **translations()}
     with torch.no_grad(), _quietly():
         try:
             program = torch.onnx.export(
