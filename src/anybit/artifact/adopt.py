@@ -6,6 +6,7 @@ to its view, and run for calibration.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from onnx import NodeProto, TensorProto, helper
 from anybit.artifact.header import STORES, Header
 from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.master import write_master
-from anybit.artifact.model import OnnxModel
-from anybit.artifact.normalize import names_in
+from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
 from anybit.artifact.runtime import compile_model
 from anybit.common.provenance import origin
@@ -98,7 +98,8 @@ def plan_for(
         plan = _calibrated(model, Calibration(plan, method), calibration, where=where)
     elif unknown := [a.name for a in plan.activations if not a.ranges and a.kind != "input"]:
         watch = Calibration(plan, method, only=unknown, source="made-up inputs")
-        plan = _calibrated(model, watch, None, ids=_rows(graph), interval=_intervals(plan), where=where)
+        with contextlib.suppress(DataError):  # nothing that was made up runs: those values stay in floating point
+            plan = _calibrated(model, watch, None, ids=_rows(graph), interval=_intervals(plan), where=where)
     return joined(plan, built.joined)
 
 

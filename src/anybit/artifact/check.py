@@ -17,13 +17,17 @@ import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 
 from anybit.artifact.bounds import check_sizes
-from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite
+from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite, subgraphs
 from anybit.artifact.runtime import plain_session
 from anybit.common.text import printable
 from anybit.errors import FileError
+from anybit.plan.text import said
 
 OPSET = 21
 """The operator set of masters and exports: the first with 4-bit and 16-bit quantization."""
+
+OLDEST = 13
+"""The oldest that a master may have: the first with scales per channel. Files with branches or loops keep their own."""
 
 DOMAINS = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
 """The domains of operators that ONNX Runtime brings along."""
@@ -50,8 +54,10 @@ def check_model(bundle: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where:
     """Refuse a model that could do harm; `shapes` are those of float tensors that the graph uses but does not hold."""
     model = bundle.proto
     versions = {o.domain: o.version for o in model.opset_import}
-    if versions.get("") != OPSET or len(versions) != len(model.opset_import) or not versions.keys() <= DOMAINS:
-        raise FileError(f"{where}: opset_import must be the standard operators at version {OPSET}; got {versions}")
+    standard = OLDEST <= versions.get("", 0) <= OPSET
+    if not standard or len(versions) != len(model.opset_import) or not versions.keys() <= DOMAINS:
+        wanted = f"the standard operators, version {OLDEST} to {OPSET}"
+        raise FileError(f"{where}: opset_import must be {wanted}, and those of ONNX Runtime; got {said(versions)}")
     for name in ("functions", "training_info"):
         if getattr(model, name):
             raise FileError(f"{where}: {name} is not empty; a master has none")
@@ -123,13 +129,6 @@ def check_node(node: NodeProto, *, where: str, depth: int = 0) -> None:
         least = 1 if attribute.name in _POSITIVE else 0 if attribute.name in _NOT_NEGATIVE else None
         if least is not None and not all(least <= v <= _LARGEST for v in values):
             raise FileError(f"{where}: {attribute.name} must be {least} to {_LARGEST}, got {values[:8]}")
-
-
-def subgraphs(attribute: AttributeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graphs that an attribute holds: branches and loop bodies."""
-    if attribute.HasField("g"):
-        yield attribute.g
-    yield from attribute.graphs
 
 
 def tensors_of(attribute: AttributeProto) -> Iterator[TensorProto]:

@@ -90,7 +90,7 @@ def _feed(
     rng: np.random.Generator,
 ) -> dict[str, Array]:
     lengths = [size for shape in shapes.values() for size in shape[1:2]]
-    feed = {}
+    feed: dict[str, Array] = {}
     for value in inputs:
         kind, shape = TYPES[value.type], shapes[value.name]
         if np.issubdtype(kind, np.floating):

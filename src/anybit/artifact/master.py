@@ -25,7 +25,7 @@ from anybit.artifact import protobuf_scan as wire
 from anybit.artifact.check import check_axis, check_model, check_names, check_tensor
 from anybit.artifact.header import DIGEST, KEY, Data, Header, read_header, write_header
 from anybit.artifact.model import Array as Numbers
-from anybit.artifact.model import OnnxModel, is_finite
+from anybit.artifact.model import OnnxModel, is_finite, names_in
 from anybit.artifact.storage import LIMIT, read_model, write_model
 from anybit.artifact.weight_nodes import weight_nodes, weight_tensors
 from anybit.errors import FileError
@@ -283,7 +283,7 @@ def _check_points(bundle: OnnxModel, header: Header, weights: dict[str, Array], 
     """See that the header and the graph speak of the same things."""
     graph = bundle.graph
     made = {output for node in graph.node for output in node.output if output}
-    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    used = names_in(graph) | {value.name for value in graph.output}
     held = {tensor.name: tensor for tensor in graph.initializer}
     plan = header.plan
     for activation in plan.activations:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 Array = NDArray[Any]
 Load = Callable[[], Array]
@@ -137,3 +137,25 @@ def has_nan(array: Array) -> bool:
 def is_finite(array: Array) -> bool:
     """Tell whether all entries are finite."""
     return array.size == 0 or (math.isfinite(array.min()) and math.isfinite(array.max()))
+
+
+def subgraphs(attribute: AttributeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs that an attribute holds: branches and loop bodies."""
+    if attribute.HasField("g"):
+        yield attribute.g
+    yield from attribute.graphs
+
+
+def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield a graph and all graphs inside it: branches and loop bodies."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in subgraphs(attribute):
+                yield from all_graphs(inner)
+
+
+def names_in(graph: onnx.GraphProto) -> set[str]:
+    """Return the names that the nodes of a graph use, also those inside branches and loops."""
+    inner = {value.name for part in all_graphs(graph) if part is not graph for value in part.output}
+    return inner | {name for part in all_graphs(graph) for node in part.node for name in node.input}

@@ -6,14 +6,11 @@ precision, weights inside of branches and loops. A file that is quantized alread
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, numpy_helper
 
-from anybit.artifact.check import subgraphs
-from anybit.artifact.model import OnnxModel
+from anybit.artifact.model import OnnxModel, all_graphs, names_in, subgraphs
 from anybit.errors import FileError
 
 QUANTIZED = {
@@ -23,21 +20,6 @@ QUANTIZED = {
     "MatMulNBits", "QuantizeLinear",
 }  # fmt: skip
 """Operators of files that are quantized already."""
-
-
-def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield a graph and all graphs inside it: branches and loop bodies."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in subgraphs(attribute):
-                yield from all_graphs(inner)
-
-
-def names_in(graph: onnx.GraphProto) -> set[str]:
-    """Return the names that the nodes of a graph use, also those inside branches and loops."""
-    inner = {value.name for part in all_graphs(graph) if part is not graph for value in part.output}
-    return inner | {name for part in all_graphs(graph) for node in part.node for name in node.input}
 
 
 def captured(node: NodeProto) -> set[str]:
@@ -96,8 +78,10 @@ def _free_sizes(graph: onnx.GraphProto) -> None:
                 not dim.HasField("dim_value") and not dim.dim_param
             ):
                 dim.dim_param = f"{value.name}_{d}"
-    for value in graph.output:
-        value.type.tensor_type.ClearField("shape")
+    inner = [value for part in list(all_graphs(graph))[1:] for value in [*part.input, *part.output]]
+    for value in [*graph.output, *inner]:
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.ClearField("shape")
 
 
 def _sort(graph: onnx.GraphProto) -> None:
@@ -106,7 +90,8 @@ def _sort(graph: onnx.GraphProto) -> None:
     made = {name for node in graph.node for name in node.output}
     left, ordered = list(graph.node), []
     while left:
-        ready, waiting = [], []
+        ready: list[NodeProto] = []
+        waiting: list[NodeProto] = []
         for node in left:
             needs = {*node.input, *captured(node)} & made
             (ready if needs <= known else waiting).append(node)
@@ -126,7 +111,7 @@ def _widen(model: OnnxModel) -> None:
     half, full = TensorProto.FLOAT16, TensorProto.FLOAT
     for part in all_graphs(model.graph):
         for value in [*part.input, *part.output]:
-            if value.type.tensor_type.elem_type == half:
+            if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type == half:
                 value.type.tensor_type.elem_type = full
         for tensor in part.initializer:
             if tensor.data_type == half:

@@ -12,9 +12,9 @@ from onnx import NodeProto, TensorProto, helper, version_converter
 from onnx.reference import ReferenceEvaluator
 
 from anybit.artifact import protobuf_scan as wire
-from anybit.artifact.check import OPSET, bytes_of, check_model, tensors_of
-from anybit.artifact.model import OnnxModel, location, shaped
-from anybit.artifact.normalize import all_graphs, as_bytes, names_in, normalize
+from anybit.artifact.check import OLDEST, OPSET, bytes_of, check_model, tensors_of
+from anybit.artifact.model import OnnxModel, all_graphs, location, names_in, shaped
+from anybit.artifact.normalize import as_bytes, normalize
 from anybit.errors import FileError
 
 Array = npt.NDArray[Any]
@@ -35,7 +35,7 @@ def read_model_file(path: Path) -> OnnxModel:
         model.proto.ParseFromString(path.read_bytes())
         _load_external(model, path)
         normalize(model, where=str(path))
-        if [o.version for o in model.proto.opset_import if o.domain in ("", "ai.onnx")] != [OPSET]:
+        if not _as_it_is(model):
             model = _converted(model)
             as_bytes(model.graph)
         _settle(model)
@@ -52,6 +52,13 @@ def read_model_file(path: Path) -> OnnxModel:
     del proto.metadata_props[:]
     check_model(model, {}, where=str(path))
     return model
+
+
+def _as_it_is(model: OnnxModel) -> bool:
+    """Tell whether a model keeps its version of the operators: the converter does not go into branches and loops."""
+    version = next((o.version for o in model.proto.opset_import if o.domain == ""), 0)
+    nested = len(list(all_graphs(model.graph))) > 1
+    return bool(version == OPSET or (nested and OLDEST <= version <= OPSET))
 
 
 def _load_external(model: OnnxModel, path: Path) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
+from anybit.artifact.check import OPSET
 from anybit.artifact.master import Master
 from anybit.artifact.model import OnnxModel
 from anybit.artifact.weight_nodes import (
@@ -64,7 +65,11 @@ def quantized_graph(master: Master, numbers: Numbers, *, packed: bool) -> tuple[
     narrow = {plan.activation(name).place for name in numbers.activations if numbers.widths[name] <= 8}
     nodes = _biases(model, numbers)
     _transpose(graph, codes)
-    flow = Flow(model, codes, grids, narrow)
+    new = next(o.version for o in model.proto.opset_import if o.domain == "") >= OPSET
+    packed = packed and new
+    # Before that version only bytes can be dequantized by one operator.
+    bytewise = {name: found for name, found in codes.items() if new or found.values.dtype == np.int8}
+    flow = Flow(model, bytewise, grids, narrow)
     saturates = flow.saturates()
     if saturates:
         # With that option ONNX Runtime makes signed bytes unsigned, and fails where two layers share them.

@@ -107,8 +107,9 @@ def _in_onnx(
     both: bool,
     first: bool,
 ) -> Any:
-    from onnxscript import opset21 as op
+    from onnxscript import opset21
 
+    op: Any = opset21
     kind, directions, each = _CELLS[name], 2 if both else 1, 4 if biases else 2
     size = int(params[1].shape[1])
     settings: dict[str, Any] = {"hidden_size": size, "direction": "bidirectional" if both else "forward"}
