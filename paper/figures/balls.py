@@ -6,17 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from anybit.errors import SpecError
+import torch
+
 from paper.figures.drawing import COLORS, LINES, legend_below
-from paper.figures.request import Request
+from paper.figures.request import Request, floats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE = (5.0, 5.6)
-
 ORDERS = {1.0: "1", 2.0: "2", math.inf: "∞"}
-CORNERS = 360
 
 
 @dataclass(frozen=True)
@@ -28,43 +27,21 @@ class Ball:
     y: tuple[float, ...]
 
 
-def norm(x: float, y: float, order: float) -> float:
-    """Return the l_p norm of a vector in the plane.
-
-    >>> norm(3.0, -4.0, 1), norm(3.0, -4.0, 2), norm(3.0, -4.0, math.inf)
-    (7.0, 5.0, 4.0)
-    """
-    if order < 1:
-        raise SpecError(f"a norm has an order of one or more, got {order}")
-    if order == math.inf:
-        return max(abs(x), abs(y))
-    return float((abs(x) ** order + abs(y) ** order) ** (1 / order))
-
-
-def sphere(order: float, corners: int = CORNERS) -> list[tuple[float, float]]:
+def sphere(order: float, corners: int = 360) -> torch.Tensor:
     """Return vectors of l_p norm one in `corners` directions, and the first one again.
 
-    >>> [(round(x, 3) + 0.0, round(y, 3) + 0.0) for x, y in sphere(1, 4)]
-    [(1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0), (1.0, 0.0)]
+    >>> sphere(1, 4).round(decimals=3).abs().tolist()
+    [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]
     """
-    found = []
-    for index in range(corners + 1):
-        angle = 2 * math.pi * (index % corners) / corners
-        x, y = math.cos(angle), math.sin(angle)
-        length = norm(x, y, order)
-        found.append((x / length, y / length))
-    return found
+    angles = 2 * math.pi * (torch.arange(corners + 1, dtype=torch.float64) % corners) / corners
+    directions = torch.stack([angles.cos(), angles.sin()], 1)
+    lengths: torch.Tensor = torch.linalg.vector_norm(directions, order, dim=1, keepdim=True)
+    return directions / lengths
 
 
 def measure(request: Request) -> list[Ball]:
     """Return the three balls; nothing is drawn from runs."""
-    advance = request.start("balls", len(ORDERS))
-    balls = []
-    for order, name in ORDERS.items():
-        points = sphere(order)
-        balls.append(Ball(name, tuple(x for x, _ in points), tuple(y for _, y in points)))
-        advance(1)
-    return balls
+    return [Ball(name, *(floats(column) for column in sphere(order).T)) for order, name in ORDERS.items()]
 
 
 def draw(figure: Figure, balls: list[Ball]) -> None:

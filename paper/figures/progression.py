@@ -55,28 +55,18 @@ class Logged:
 
 def read_log(path: Path) -> tuple[list[Logged], int]:
     """Return the steps of a log that looked at both norms, and how many epochs it has; an error names the line."""
-    text = read_text(path, what="log.jsonl of a run")
     entries = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(read_text(path, what="log.jsonl of a run").splitlines(), start=1):
         try:
             entry = json.loads(line)
-            entries.append((int(entry["step"]), int(entry["epoch"]), _penalty(entry), bool(entry["penalized"])))
+            norms = (entry["weight_norm"], entry["activation_norm"])  # nothing where a step did not look
+            penalty = math.nan if None in norms else float(norms[0]) + float(norms[1])
+            entries.append((int(entry["step"]), int(entry["epoch"]), penalty, bool(entry["penalized"])))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FileError(f"{path}: line {number} is no step of a training log ({error}); train it again") from error
-    if not entries:
-        raise FileError(f"{path}: holds no step; train it again")
-    epochs = entries[-1][1] + 1
-    each = len(entries) / epochs
-    steps = [Logged(step / each, value, on) for step, _, value, on in entries if math.isfinite(value)]
-    if not steps:
-        raise FileError(f"{path}: no step of this log has the norms over weights and activations")
+    epochs = entries[-1][1] + 1 if entries else 1
+    steps = [Logged(step * epochs / len(entries), value, on) for step, _, value, on in entries if math.isfinite(value)]
     return steps, epochs
-
-
-def _penalty(entry: dict[str, Any]) -> float:
-    if entry["activation_norm"] is None:
-        return math.nan  # a step between two penalized ones did not look
-    return float(entry["weight_norm"]) + float(entry["activation_norm"])
 
 
 def whole_log(folder: Path) -> list[Logged]:
@@ -86,19 +76,16 @@ def whole_log(folder: Path) -> list[Logged]:
     while current is not None and current.resolve() not in seen:
         seen.add(current.resolve())
         parts.append(read_log(current / "log.jsonl"))
-        current = _start_of(current)
+        init = recipe_of(current).get("init")
+        before = Path(init).parent if isinstance(init, str) else None
+        current = before if before is not None and (before / "log.jsonl").is_file() else None
     steps: list[Logged] = []
     for part, length in reversed(parts):
         steps += [Logged(epochs + step.epoch, step.penalty, step.penalized) for step in part]
         epochs += length
+    if not steps:
+        raise FileError(f"{folder / 'log.jsonl'}: no step has the norms over weights and activations; train it again")
     return steps
-
-
-def _start_of(folder: Path) -> Path | None:
-    init = recipe_of(folder).get("init")
-    if not isinstance(init, str) or not (Path(init).parent / "log.jsonl").is_file():
-        return None
-    return Path(init).parent
 
 
 def recipe_of(folder: Path) -> dict[str, Any]:
@@ -135,12 +122,7 @@ def measure(request: Request) -> list[Curve]:
     """Read the logs of the runs."""
     if not request.paths:
         raise SpecError("this figure is drawn from run folders; pass --runs DIR, once for each")
-    advance = request.start("logs", len(request.paths))
-    curves = []
-    for path in request.paths:
-        curves.append(thin_out(recipe_label(recipe_of(path)), whole_log(path)))
-        advance(1)
-    return curves
+    return [thin_out(recipe_label(recipe_of(path)), whole_log(path)) for path in request.paths]
 
 
 def draw(figure: Figure, curves: list[Curve]) -> None:

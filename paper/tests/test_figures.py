@@ -140,10 +140,9 @@ def test_a_progress_bar_reaches_its_end(pair: tuple[Path, Path], tmp_path: Path)
 
         return advance
 
-    for number in (1, 7, 8):
-        make_figure(number, tmp_path, Request(pair, examples=50, start=start))
+    make_figure(1, tmp_path, Request(pair, examples=50, start=start))
     boundaries.measure(Request(pair, examples=50, start=start))
-    assert len(bars) == 4
+    assert len(bars) == 2
     assert all(total == done > 0 for total, done in bars)
 
 
@@ -545,11 +544,11 @@ def test_a_start_that_is_gone_and_one_that_goes_in_a_circle(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("", "holds no step"),
+        ("", "no step has the norms"),
         ("{}\n", "line 1 is no step"),
         (json.dumps(logged(0, 0, 1.0, 1.0)) + "\n{", "line 2 is no step"),
         ("[1]\n", "line 1 is no step"),
-        (json.dumps(logged(0, 0, math.nan, 1.0)), "no step of this log has the norms"),
+        (json.dumps(logged(0, 0, math.nan, 1.0)), "no step has the norms"),
     ],
 )
 def test_a_broken_log_is_named(tmp_path: Path, text: str, match: str) -> None:
@@ -614,21 +613,16 @@ def test_runs_of_one_kind_get_one_panel() -> None:
 @given(order=st.floats(1, 20), corners=st.integers(3, 50))
 def test_every_unit_vector_is_inside_the_cube(order: float, corners: int) -> None:
     points = balls.sphere(order, corners)
-    assert points[0] == points[-1]
+    assert torch.equal(points[0], points[-1])
     assert len(points) == corners + 1
-    for x, y in points:
-        assert balls.norm(x, y, order) == pytest.approx(1)
-        assert balls.norm(x, y, math.inf) <= 1 + 1e-12
-        assert balls.norm(x, y, 1) >= 1 - 1e-12
+    for x, y in points.abs().tolist():
+        assert (x**order + y**order) ** (1 / order) == pytest.approx(1)
+        assert max(x, y) <= 1 + 1e-12
+        assert x + y >= 1 - 1e-12
 
 
 def test_the_cube_has_corners() -> None:
-    assert (1.0, 1.0) in [(round(x, 9), round(y, 9)) for x, y in balls.sphere(math.inf, 8)]
-
-
-def test_a_norm_of_order_below_one() -> None:
-    with pytest.raises(SpecError, match=r"one or more, got 0\.5"):
-        balls.norm(1.0, 1.0, 0.5)
+    assert [1.0, 1.0] in balls.sphere(math.inf, 8).round(decimals=9).tolist()
 
 
 # Runs

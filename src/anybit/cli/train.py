@@ -17,9 +17,7 @@ from anybit.errors import DataError, FileError, RecipeError, SpecError
 
 
 def train(
-    recipe: Annotated[
-        Path, typer.Argument(help="A recipe in TOML, or digits-base or digits-l1, which come with anybit.")
-    ],
+    recipe: Annotated[Path, typer.Argument(help="A recipe in TOML; digits-base and digits-l1 come with anybit.")],
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/NAME-SEED.")] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run was interrupted or killed.")] = False,
