@@ -8,19 +8,23 @@ import pytest
 
 from anybit import demo
 from anybit.common.progress import Advance
-from anybit.pages.rows import GRID, read_rows
+from anybit.pages.rows import read_rows
+from anybit.spec import Bits
 from anybit.train.checkpoint import load_model
 from anybit.train.side_by_side import SideBySide, one_by_one
+
+FEW = tuple(Bits(w, a) for w in (32, 4, 2) for a in (32, 4, 2))
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same experiment with one epoch each and fewer strengths."""
+    """The same experiment with one epoch each, fewer strengths and fewer widths."""
     for name in ("BASE", "TUNE"):
         recipe = getattr(demo, name)
         small = dataclasses.replace(recipe, epochs=1, model=dataclasses.replace(recipe.model, multiplier=0.25))
         monkeypatch.setattr(demo, name, small)
     monkeypatch.setattr(demo, "STRENGTHS", (0.001, 0.003))
+    monkeypatch.setattr(demo, "GRID", FEW)
 
 
 @pytest.mark.usefixtures("short")
@@ -38,7 +42,7 @@ def test_the_whole_way_leaves_rows_checkpoints_and_a_page(tmp_path: Path) -> Non
     result = demo.run_demo(tmp_path, seeds=(0, 1), start=start, workers=1)  # type: ignore[arg-type]
     file = read_rows(tmp_path / "rows.json")
     assert file.rows == result.file.rows
-    assert len(file.rows) == 2 * 2 * len(GRID)
+    assert len(file.rows) == 2 * 2 * len(FEW)
     assert {row.label for row in file.rows} == {demo.PLAIN, demo.PENALIZED}
     assert {row.seed for row in file.rows} == {0, 1}
     text = (tmp_path / "report.html").read_text()
@@ -64,7 +68,7 @@ def test_the_whole_way_leaves_rows_checkpoints_and_a_page(tmp_path: Path) -> Non
 def test_side_by_side_gives_the_same_numbers(tmp_path: Path) -> None:
     """Processes import the module anew and see its own settings, so only sweeping is shared out here."""
     demo.run_demo(tmp_path, seeds=(0,), workers=1)
-    jobs = [(tmp_path / "tune-0-0", demo.PLAIN, 0), (tmp_path / "tune-0.001-0", demo.PENALIZED, 0)]
+    jobs = [(tmp_path / "tune-0-0", demo.PLAIN, 0, FEW), (tmp_path / "tune-0.001-0", demo.PENALIZED, 0, FEW)]
     drawn = {"here": 0, "there": 0}
 
     def advance(name: str) -> Advance:
@@ -76,7 +80,7 @@ def test_side_by_side_gives_the_same_numbers(tmp_path: Path) -> None:
     here = one_by_one(demo._sweep, jobs, advance("here"))
     with SideBySide(2, jobs=2) as processes:
         there = processes.run(demo._sweep, jobs, advance("there"))
-    assert drawn == {"here": 2 * len(GRID), "there": 2 * len(GRID)}
+    assert drawn == {"here": 2 * len(FEW), "there": 2 * len(FEW)}
     assert [[row.accuracy for row in part] for part in here] == [[row.accuracy for row in part] for part in there]
 
 

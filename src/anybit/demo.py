@@ -23,7 +23,7 @@ from anybit.models import build_model
 from anybit.pages.page import write_report
 from anybit.pages.rows import GRID, RowFile, write_rows
 from anybit.simulate.prepare import prepare
-from anybit.spec import Row
+from anybit.spec import Bits, Row
 from anybit.train.checkpoint import load_model
 from anybit.train.loop import fit, model_shape, steps_of, train
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
@@ -92,7 +92,7 @@ def run_demo(
         validation = {value: sum(part) / len(part) for value, part in zip(strengths, grouped, strict=True)}
         strength = choose_strength(validation)
         jobs = [
-            (_folder(folder, value, seed), label, seed)
+            (_folder(folder, value, seed), label, seed, GRID)
             for label, value in ((PLAIN, 0.0), (PENALIZED, strength))
             for seed in seeds
         ]
@@ -136,12 +136,12 @@ def _tuned(strength: float, seed: int, folder: Path) -> Recipe:
     )
 
 
-def _sweep(run: Path, label: str, seed: int, advance: Advance) -> list[Row]:
+def _sweep(run: Path, label: str, seed: int, widths: Sequence[Bits], advance: Advance) -> list[Row]:
     data = load_dataset("digits")
     model, _ = load_model(run / "model.safetensors")
     net = prepare(model, data.test.x[:2], input_range=data.input_range)
     test = Batches(data.test, len(data.test))
-    return sweep(net, test, widths=GRID, label=label, seed=seed, on_row=lambda row: advance(1))
+    return sweep(net, test, widths=widths, label=label, seed=seed, on_row=lambda row: advance(1))
 
 
 def describe(strength: float, validation: dict[float, float]) -> tuple[str, ...]:
