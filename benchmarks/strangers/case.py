@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import tools
-from fetch import Unavailable
+from fetch import Unavailable, cache_folder
 from networks import STRANGERS, Stranger
 from task import MOST_INPUTS, Run, Task, scores
 
 from anybit.errors import AnybitError
 
 WIDTHS = {"W8A8": (8, 8), "W4A8": (4, 8), "W4A4": (4, 4)}
+MOST_SIGNS = 300
+"""Of an error that lists every layer, this much is enough."""
 Row = dict[str, Any]
 Quantized = Iterator[tuple[str, Run, Row]]
 
@@ -84,15 +86,19 @@ def measured(stranger: Stranger, tool: str) -> Iterator[Row]:
     assert stranger.task is not None
     task = stranger.task(stranger.file())
     floats = tools.plain(stranger.file())
-    begin = time.perf_counter()
-    wanted = [task.decide(floats, sample) for sample in task.samples]
-    float_seconds = time.perf_counter() - begin
+    wanted: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
         for width, run, about in TOOLS[tool](stranger, task, floats, Path(folder) / "quantized.onnx"):
+            if not wanted:  # only now: a file that is refused needs no truth to compare with
+                wanted = [task.decide(floats, sample) for sample in task.samples]
             begin = time.perf_counter()
             found = scores(task, run, wanted)
-            seconds = {"seconds": time.perf_counter() - begin, "float_seconds": float_seconds}
-            yield {"bits": width, **found, "n": len(wanted), **seconds, **about}
+            yield {"bits": width, **found, "n": len(wanted), "seconds": time.perf_counter() - begin, **about}
+
+
+def one_line(reason: str) -> str:
+    """Return what an error says, short, and without where this machine keeps its files."""
+    return " ".join(reason.replace(f"{cache_folder()}/", "").split())[:MOST_SIGNS]
 
 
 def refused(stranger: Stranger) -> Iterator[Row]:
@@ -102,7 +108,7 @@ def refused(stranger: Stranger) -> Iterator[Row]:
             tools.adopt(stranger.file(), Path(folder) / "adopted.onnx", None)
         except AnybitError as error:
             right = "quantized" in str(error)
-            yield {"bits": "refused", "score": float(right), "n": 1, "reason": str(error)}
+            yield {"bits": "refused", "score": float(right), "n": 1, "reason": one_line(str(error))}
         else:
             yield {"bits": "refused", "score": 0.0, "n": 1, "reason": "was taken as if it were in floating point"}
 
@@ -115,11 +121,11 @@ def main() -> None:
         for row in refused(stranger) if stranger.task is None else measured(stranger, tool):
             print(json.dumps(row), flush=True)
     except (AnybitError, Unavailable) as error:
-        print(json.dumps({"error": " ".join(str(error).split()), "kind": "refused"}), flush=True)
+        print(json.dumps({"error": one_line(str(error)), "kind": "refused"}), flush=True)
     except Exception as error:  # whatever it is, it belongs into the table
         traceback.print_exc()
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        print(json.dumps({"error": reason, "kind": "crashed"}), flush=True)
+        reason = f"{type(error).__name__}: {error}"
+        print(json.dumps({"error": one_line(reason), "kind": "crashed"}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""How fast a stranger's network runs at each width, as a ratio to floating point: above 1 is faster.
+
+    python benchmarks/strangers/speed.py                 # all files, one process each
+    python benchmarks/strangers/speed.py magika silero   # some
+
+One thread. Every round runs each form of the network once on the same input, so that a busy machine slows all of them;
+the ratio is that of the medians, with the smallest and largest ratio within a round. `quantize_static` is its file per
+channel, with sums exact (as anybit's 8-bit sessions are) and as it comes. Writes results/strangers-speed.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tools
+from networks import STRANGERS
+from rich.console import Console
+from rich.table import Table
+from task import MOST_INPUTS, Feed, Run
+
+from anybit.common.files import write_json
+from anybit.common.provenance import origin
+
+WIDTHS = {"W8A8": (8, 8), "W7A8": (7, 8), "W4A8": (4, 8)}
+FORMS = (*WIDTHS, "quantize_static exact", "quantize_static")
+ROUNDS, SECONDS = 15, 60.0
+"""How often each form runs, and after how long there is no further round."""
+
+
+def forms_of(name: str, folder: Path) -> tuple[dict[str, Run], dict[str, str], list[Feed]]:
+    """Return the network in every form that can be made, why others cannot, and inputs."""
+    path, made = STRANGERS[name].file(), STRANGERS[name].task
+    assert made is not None
+    runs, reasons = {"float": tools.plain(path)}, {}
+    feeds = list(made(path).calibrate(runs["float"]))[:MOST_INPUTS]
+    try:
+        tools.adopt(path, folder / "adopted.onnx", feeds)
+        for width, (weights, activations) in WIDTHS.items():
+            session = tools.open_master(folder / "adopted.onnx")
+            session.set_bits(weights=weights, activations=activations)
+            runs[width] = tools.run_of(session)
+    except Exception as error:  # the other forms can still be timed
+        reasons["anybit"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    try:
+        runs["quantize_static exact"] = tools.quantize_static(path, folder / "static.onnx", feeds, per_channel=True)
+        runs["quantize_static"] = tools.plain(folder / "static.onnx")
+    except Exception as error:
+        reasons["quantize_static"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return runs, reasons, feeds
+
+
+def interleaved(runs: dict[str, Run], feeds: list[Feed]) -> dict[str, list[float]]:
+    """Return seconds of every form, round after round, each round on another input."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run(feeds[0])  # the first run allocates
+    begin = time.perf_counter()
+    for index in range(ROUNDS):
+        for name, run in runs.items():
+            before = time.perf_counter()
+            run(feeds[index % len(feeds)])
+            times[name].append(time.perf_counter() - before)
+        if time.perf_counter() - begin > SECONDS and index >= 2:
+            break
+    return times
+
+
+def timed(name: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        runs, reasons, feeds = forms_of(name, Path(folder))
+        times = interleaved(runs, feeds)
+    base = times["float"]
+    row: dict[str, Any] = {"file": name, "float_ms": 1e3 * statistics.median(base), "rounds": len(base), **reasons}
+    for form in (form for form in times if form != "float"):
+        each = [b / t for b, t in zip(base, times[form], strict=True)]
+        middle = statistics.median(base) / statistics.median(times[form])
+        row[form] = {"ratio": middle, "ratio_low": min(each), "ratio_high": max(each)}
+    return row
+
+
+def main() -> None:
+    names = [name for name, stranger in STRANGERS.items() if stranger.task is not None]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"any of {', '.join(names)}; all by default")
+    parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)  # what a process of its own is asked for
+    parser.add_argument("--out", type=Path, default=Path("results/strangers-speed.json"))
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(timed(options.one)), flush=True)
+        return
+    if unknown := set(options.files) - set(names):
+        parser.error(f"{', '.join(sorted(unknown))}: not in the list; choose from {', '.join(names)}")
+    console, rows = Console(width=None if sys.stdout.isatty() else 140), []
+    table = Table("file", "float, ms", *FORMS, title="speed over floating point, one thread")
+    for name in options.files or names:
+        command = [sys.executable, str(Path(__file__).resolve()), "--one", name]
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        row = json.loads(found[-1]) if found else {"file": name, "error": (done.stderr.splitlines() or ["?"])[-1]}
+        rows.append(row)
+        cells = [f"{row[form]['ratio']:.2f}" if form in row else "" for form in FORMS]
+        table.add_row(name, f"{row['float_ms']:.1f}" if "float_ms" in row else row["error"][:60], *cells)
+        write_json(options.out, {**origin(), "threads": tools.THREADS, "rows": rows})
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
