@@ -156,12 +156,8 @@ def _first_pass(
         first = FirstPass(
             request.norm, directions=request.activation > 0, kinks=request.divides, reach=request.by_range
         )
-        with (
-            synced(request.model, part == len(closures)),
-            eagerly(request.watched),
-            first.watching(request.watched),
-            modes_of(closure),
-        ):
+        averages, watching = synced(request.model, part == len(closures)), first.watching(request.watched)
+        with averages, eagerly(request.watched), watching, modes_of(closure):
             loss = base.check_loss(closure())
             base.run_backward(loss, scaler)
         if first.short is not None and request.divides:
@@ -223,12 +219,7 @@ def _measure(
 
 
 def _step(
-    request: Request,
-    operands: list[Operand],
-    amounts: list[float],
-    norms: list[float],
-    sizes: list[float],
-    loss: float,
+    request: Request, operands: list[Operand], amounts: list[float], norms: list[float], sizes: list[float], loss: float
 ) -> float:
     """Return h for tensors that move so far, of such norms and sizes."""
     # A unit vector's entries are one over the root of their number; signs are one.
