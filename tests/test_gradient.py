@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 
@@ -118,6 +119,85 @@ def test_two_passes_agree_with_double_backward(case: Case, dtype: torch.dtype) -
             cosine, ratio = float(F.cosine_similarity(a, b, 0)), float(b.norm() / a.norm())
             assert cosine >= floor, (kind, cosine)
             assert abs(ratio - 1) <= (0.01 if dtype == torch.float32 else 0.001), (kind, ratio)
+
+
+class Bottleneck(nn.Module):
+    """Batch norm and ReLU in front of each convolution, and a sum around them."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        sizes, self.stride = (before, after // 4, after // 4, after), stride
+        self.norms = nn.ModuleList(nn.BatchNorm2d(size) for size in sizes[:3])
+        self.layers = nn.ModuleList(
+            nn.Conv2d(sizes[i], sizes[i + 1], (1, 3, 1)[i], (1, stride, 1)[i], i % 2, bias=False) for i in range(3)
+        )
+        self.short = nn.Conv2d(before, after, 1, stride, bias=False) if stride > 1 or before != after else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norms[0](x))
+        skip = x if self.short is None else self.short(y)
+        y = self.layers[1](F.relu(self.norms[1](self.layers[0](y))))
+        return self.layers[2](F.relu(self.norms[2](y))) + skip
+
+
+class PreActivation(nn.Sequential):
+    """A residual network of fifty layers with the activations in front, small."""
+
+    def __init__(self) -> None:
+        sizes, layers, before = ((32, 3), (64, 4), (128, 6), (256, 3)), [nn.Conv2d(3, 16, 3, 1, 1, bias=False)], 16
+        for stage, (size, count) in enumerate(sizes):
+            for block in range(count):
+                layers.append(Bottleneck(before, size, 2 if stage and not block else 1))
+                before = size
+        layers += [nn.BatchNorm2d(before), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)]
+        super().__init__(*layers)
+
+
+class Fire(nn.Module):
+    """Squeeze, then two convolutions side by side."""
+
+    def __init__(self, before: int, squeezed: int, after: int) -> None:
+        super().__init__()
+        self.squeeze, self.one = nn.Conv2d(before, squeezed, 1), nn.Conv2d(squeezed, after, 1)
+        self.three = nn.Conv2d(squeezed, after, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.squeeze(x))
+        return torch.cat([F.relu(self.one(x)), F.relu(self.three(x))], 1)
+
+
+def squeeze_net() -> nn.Module:
+    sizes = ((16, 4, 8), (16, 4, 8), (16, 8, 16), (32, 8, 16), (32, 12, 24), (48, 12, 24))
+    fires: list[nn.Module] = [Fire(*size) for size in sizes]
+    fires.insert(2, nn.MaxPool2d(3, 2, 1))
+    stem, head = [nn.Conv2d(3, 16, 3, 2), nn.ReLU(), nn.MaxPool2d(3, 2)], [nn.Conv2d(48, 10, 1), nn.ReLU()]
+    return nn.Sequential(*stem, *fires, *head, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "n", "weight", "activation"),
+    [(PreActivation, 8, 0.0, 1e-3), (PreActivation, 8, 1e-3, 1e-3), (squeeze_net, 32, 1e-3, 0.0)],
+    ids=["pre-activation, activations", "pre-activation, both", "squeeze, weights"],
+)
+def test_untrained_networks_agree_within_a_hundredth(
+    build: Callable[[], nn.Module], n: int, weight: float, activation: float
+) -> None:
+    """Large activations on which the smallest shift is lost; a loss that hardly depends on the weights."""
+    torch.manual_seed(1)
+    model = build()
+    x, y = torch.randn(n, 3, 32, 32), torch.arange(n) % 10
+    b = penalty_gradient(model, lambda: F.cross_entropy(model(x), y), weight=weight, activation=activation)
+    exact, wide = copy.deepcopy(model).double(), x.double()
+    a = penalty_gradient(
+        exact,
+        lambda: F.cross_entropy(exact(wide), y),
+        weight=weight,
+        activation=activation,
+        engine="double-backward",
+    )
+    assert float(F.cosine_similarity(a, b, 0)) >= 0.999
+    assert float(b.norm() / a.norm()) == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("options", [{"norm": "l2"}, {"scale": "range"}], ids=["l2", "range"])

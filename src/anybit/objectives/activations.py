@@ -39,11 +39,6 @@ ACTIVATIONS: frozenset[Function] = frozenset().union(*(spellings(name) for name 
 """The activation functions, under every name that PyTorch has for them."""
 
 
-def is_activation(func: Function) -> bool:
-    """Tell whether a function is an activation function."""
-    return func in ACTIVATIONS
-
-
 def with_graph(out: Tensor) -> Tensor:
     """Return `out` as part of the graph, also where everything in front of it is frozen."""
     return out if out.requires_grad else out.detach().requires_grad_().clone()
@@ -61,7 +56,7 @@ class EdgeTaps(TorchFunctionMode):
         self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        watched = torch.is_grad_enabled() and is_activation(func) and not in_backward()
+        watched = torch.is_grad_enabled() and func in ACTIVATIONS and not in_backward()
         if watched and isinstance(out, Tensor) and out.is_floating_point():
             out = with_graph(out)
             # An edge stays what it is when the tensor is changed in place later on.

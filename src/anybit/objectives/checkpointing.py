@@ -49,10 +49,6 @@ class CallOrder:
         self._again: dict[int, int] = {}
         self._regions: list[Any] = []
 
-    def again(self) -> CallOrder:
-        """Return a fresh count for the next pass."""
-        return CallOrder()
-
     def recomputing(self) -> bool:
         """Tell whether the running call repeats one of the forward pass."""
         if not in_backward():

@@ -8,19 +8,9 @@ import torch
 from torch import Tensor
 
 from anybit.errors import PenaltyError
+from anybit.objectives import base
 from anybit.objectives.activations import EdgeTaps
-from anybit.objectives.base import (
-    Closure,
-    Scaler,
-    Step,
-    check_finite,
-    check_loss,
-    eagerly,
-    extremes,
-    modes_of,
-    read_numbers,
-    run_backward,
-)
+from anybit.objectives.base import Closure, Scaler, Step, check_finite, eagerly, modes_of
 from anybit.objectives.restore import add_gradients, gradients_set_aside
 from anybit.objectives.two_pass import Request, trained
 
@@ -29,7 +19,7 @@ def double_backward(request: Request, closure: Closure, scaler: Scaler | None = 
     """Add the gradient of loss and penalty to every `.grad`, through a graph of the gradient itself."""
     parameters = trained(request)
     with gradients_set_aside(parameters) as before, eagerly(), EdgeTaps() as taps, modes_of(closure):
-        loss = check_loss(closure())
+        loss = base.check_loss(closure())
         weights = [p for p in request.weights if p.requires_grad]
         if not (weights or taps.edges):
             raise PenaltyError("nothing to penalize: no weight requires a gradient and no activation was seen")
@@ -45,11 +35,11 @@ def double_backward(request: Request, closure: Closure, scaler: Scaler | None = 
         for index, (norm, reach) in enumerate(zip(norms, reaches, strict=True)):
             strength = request.times * (request.weight if index < len(weights) else request.activation)
             objective = objective + strength * (reach if request.by_range else 1.0) * norm
-        value, *found = read_numbers([loss, *norms])
+        value, *found = base.read_numbers([loss, *norms])
         by_kind = sum(found[: len(weights)]), sum(found[len(weights) :])
         check_finite(value, *by_kind)
-        run_backward(objective, scaler)
+        base.run_backward(objective, scaler)
         if scaler is None:
-            check_finite(value, *by_kind, *read_numbers(extremes(p.grad for p in parameters)))
+            check_finite(value, *by_kind, *base.read_numbers(base.extremes(p.grad for p in parameters)))
         add_gradients(parameters, before)
     return Step(value, *by_kind)

@@ -219,23 +219,17 @@ class _Take(torch.autograd.Function):
 class Sorted(Kink):
     """What returns values and their indices along a dimension; the memo is the indices."""
 
-    def __init__(self, place: int = 1, otherwise: Kink | None = None) -> None:
-        self.place, self.otherwise = place, otherwise
+    def __init__(self, place: int = 1) -> None:
+        self.place = place
 
     def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note the indices; without a dimension the function is another one."""
-        if self.otherwise is not None and "dim" not in kwargs and not any(type(a) is int for a in args[1:2]):
-            out, memo = self.otherwise.record(func, args, kwargs)
-            return out, (None, memo)
+        """Note the indices."""
         out = func(*args, **kwargs)
         return out, (type(out), out[1])
 
-    def replay(self, memo: tuple[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replay(self, memo: tuple[Any, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the recorded entries."""
         kind, index = memo
-        if kind is None:
-            assert self.otherwise is not None
-            return self.otherwise.replay(index, args, kwargs)
         x, dim = args[0], argument(args, kwargs, self.place, "dim", -1)
         kept = index.dim() == x.dim()
         taken = x.gather(dim, index if kept else index.unsqueeze(dim))
@@ -246,7 +240,7 @@ class Extreme(Kink):
     """The largest or smallest entry along dimensions or of all: equal ones share; the memo is which they are."""
 
     def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note the entries that are the extreme, or the order of two tensors."""
+        """Note the entries that are the extreme."""
         out = func(*args, **kwargs)
         dim = argument(args, kwargs, 1, "dim", ())
         full = func(args[0].detach(), dim=dim, keepdim=True) if isinstance(dim, int) or dim else out.detach()
@@ -261,21 +255,23 @@ class Extreme(Kink):
         return taken / memo.sum(dims, keepdim=keep)
 
 
-class Pairwise(Elementwise):
-    """`max(x, y)` and `min(x, y)`, which without a second tensor are the extreme of all entries."""
+class Overloaded(Kink):
+    """`max` and `min`, which are three functions: along a dimension, of two tensors, of all entries."""
+
+    def __init__(self, pair: Kink) -> None:
+        self.pair = pair
 
     def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note the order of two tensors, or where the extreme is."""
-        if self.settings(args, kwargs)[0] is not None:
-            return super().record(func, args, kwargs)
-        out, memo = Extreme().record(func, args, kwargs)
-        return out, (memo,)
+        """Find out which one it is and let that one note what it needs."""
+        other = argument(args, kwargs, 1, "other", None)
+        along = "dim" in kwargs or isinstance(other, int)
+        kind = Sorted() if along else self.pair if isinstance(other, Tensor) else Extreme()
+        out, memo = kind.record(func, args, kwargs)
+        return out, (kind, memo)
 
-    def replay(self, memo: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the recorded pieces."""
-        if isinstance(memo, tuple):
-            return Extreme().replay(memo[0], args, kwargs)
-        return super().replay(memo, args, kwargs)
+    def replay(self, memo: tuple[Kink, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run that one's pieces."""
+        return memo[0].replay(memo[1], args, kwargs)
 
 
 def _table() -> dict[Function, Kink]:
@@ -290,11 +286,9 @@ def _table() -> dict[Function, Kink]:
         "selu": Elementwise(_positive, _selu),
         "elu": Elementwise(lambda x, alpha: None if alpha == 1.0 else x > 0, _exponential, alpha=1.0),
         "abs": Elementwise(signs, lambda m, x: x * m),
-        "absolute": Elementwise(signs, lambda m, x: x * m),
         "relu6": Elementwise(lambda x: _outside_or_on(x, 0.0, 6.0), lambda m, x: _clamped(m, x, 0.0, 6.0)),
         "hardtanh": Elementwise(_outside_or_on, _clamped, min_val=-1.0, max_val=1.0),
         "clamp": Elementwise(_outside, _clamped, min=None, max=None),
-        "clip": Elementwise(_outside, _clamped, min=None, max=None),
         "clamp_min": Elementwise(lambda x, low: _outside(x, low, None), lambda m, x, v: _clamped(m, x, v, None), min=0),
         "clamp_max": Elementwise(lambda x, v: _outside(x, None, v), lambda m, x, v: _clamped(m, x, None, v), max=0),
         "hardsigmoid": Elementwise(lambda x: _outside_or_on(x, -3.0, 3.0), _hard_sigmoid),
@@ -303,13 +297,14 @@ def _table() -> dict[Function, Kink]:
         "hardshrink": Elementwise(_beyond, lambda m, x, _: torch.where(m != 0, x, 0), lambd=0.5),
         "maximum": larger,
         "minimum": smaller,
-        "max": Sorted(otherwise=Pairwise(_order, _larger, other=None)),
-        "min": Sorted(otherwise=Pairwise(_order, _smaller, other=None)),
+        "max": Overloaded(larger),
+        "min": Overloaded(smaller),
         "amax": Extreme(),
         "amin": Extreme(),
         "sort": Sorted(),
         "topk": Sorted(place=2),
     }
+    kinds.update({"absolute": kinds["abs"], "clip": kinds["clamp"]})
     table = {func: kind for name, kind in kinds.items() for func in spellings(name)}
     table[F.l1_loss] = Elementwise(_l1_sides, _l1_loss, target=None, reduction="mean")
     for dims in (1, 2, 3):

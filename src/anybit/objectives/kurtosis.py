@@ -31,12 +31,7 @@ class KurtosisPenalty(SummedWeightPenalty):
     name = "kurtosis"
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        strength: float,
-        target: float = UNIFORM,
-        layers: str | list[str] | None = None,
+        self, model: nn.Module, *, strength: float, target: float = UNIFORM, layers: str | list[str] | None = None
     ) -> None:
         super().__init__(model, strength=strength, layers=layers)
         self.target = target

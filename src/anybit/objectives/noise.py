@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anybit.errors import SpecError
-from anybit.objectives.activations import Function, is_activation
+from anybit.objectives.activations import ACTIVATIONS, Function
 from anybit.objectives.base import Closure, Perturbation, Under, eagerly
 from anybit.objectives.chunks import chunks
 from anybit.objectives.quantizable import Folding, WeightChoice, products_in
@@ -53,7 +53,7 @@ class ActivationNoise(TorchFunctionMode):
         self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not (torch.is_grad_enabled() and is_activation(func)):
+        if not (torch.is_grad_enabled() and func in ACTIVATIONS):
             return func(*args, **kwargs)
         inplace = writes(func, args, kwargs)
         # The function may keep its result for the backward pass, so the noise goes into a copy of that.

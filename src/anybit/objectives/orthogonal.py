@@ -41,12 +41,7 @@ class OrthogonalPenalty(SummedWeightPenalty):
     name = "orthogonal"
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        strength: float,
-        form: Form = "fourth-power",
-        layers: str | list[str] | None = None,
+        self, model: nn.Module, *, strength: float, form: Form = "fourth-power", layers: str | list[str] | None = None
     ) -> None:
         if form not in get_args(Form):
             raise SpecError(f"form must be one of {', '.join(get_args(Form))}; got {form!r}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anybit.errors import PenaltyError
-from anybit.objectives.activations import Function, is_activation, with_graph
+from anybit.objectives.activations import ACTIVATIONS, Function, with_graph
 from anybit.objectives.checkpointing import CallOrder
 from anybit.objectives.chunks import l1_norm, signs, signs_and_l1, wide_format
 from anybit.objectives.kinks import KINKS, Kink, Rectified
@@ -100,9 +100,9 @@ class Watch(TorchFunctionMode, ABC):
     `short` is a format with too few digits for a finite difference, if the closure computes in one.
     """
 
-    def __init__(self, order: CallOrder) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.order = order
+        self.order = CallOrder()
         self.short: torch.dtype | None = None
 
     def watching(self, wanted: bool) -> contextlib.AbstractContextManager[Any]:
@@ -113,7 +113,7 @@ class Watch(TorchFunctionMode, ABC):
         self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled() and (func in KINKS or is_activation(func)):
+        if torch.is_grad_enabled() and (func in KINKS or func in ACTIVATIONS):
             out = self.watched(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
@@ -130,7 +130,7 @@ class FirstPass(Watch):
     """Records kinks, and hooks every activation output to catch its gradient's direction."""
 
     def __init__(self, norm: Norm, *, directions: bool, kinks: bool, reach: bool = False) -> None:
-        super().__init__(CallOrder())
+        super().__init__()
         self.norm, self.directions, self.kinks, self.reach = norm, directions, kinks, reach
         self.calls: list[Call] = []
 
@@ -148,7 +148,7 @@ class FirstPass(Watch):
         call = Call(func, memo, inplace=bool(args) and out is args[0])
         self.order.advance()
         self.calls.append(call)
-        if is_activation(func) and isinstance(out, Tensor) and out.is_floating_point():
+        if func in ACTIVATIONS and isinstance(out, Tensor) and out.is_floating_point():
             out = with_graph(out)
             call.output = operand = Operand(out, reach=self.reach, sample=True)
             out.register_hook(lambda grad: operand.take(grad, self.norm, directed=self.directions))  # type: ignore[no-untyped-call]
@@ -159,7 +159,7 @@ class SecondPass(Watch):
     """Replays the kinks of a first pass and shifts every activation output by its factor times its direction."""
 
     def __init__(self, first: FirstPass, factors: dict[Operand, float]) -> None:
-        super().__init__(first.order.again())
+        super().__init__()
         self.calls, self.factors = first.calls, factors
 
     def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

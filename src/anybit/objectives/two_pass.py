@@ -17,12 +17,13 @@ How large is h? With u the unit roundoff of the arithmetic in use:
   A shift by h changes the loss by `hP` to first order, and where that is a fraction κ of the loss the gradients change
   by a fraction of that order too. Rounding then costs 32u/κ and curvature about 4κ: equal at `κ = √(8u)`, so
   `h = κ L / P`.
-- *Not too large for the tensors.* The loss may have a scale of its own (an offset, a factor), so h also stays below the
-  point where the tensors change by more than √u of their own size.
+- *Not too large for the tensors.* The loss may have an offset, so h is also measured by where the tensors change by √u
+  of their own size. Where the loss allows more it goes a third of the way (in digits) towards that: a loss that hardly
+  depends on the weights has gradients that nearly cancel, and rounding would drown a smaller step.
 - *Not too small for the tensors.* An entry shifted by less than its last digit does not move at all. So the shift is
   at least four last digits of the typical entry it is added to, whatever the other two say. And h is rounded so that
-  the shift of the largest tensor is a power of two: adding that to a binary number is exact as long as it reaches the
-  last digit at all.
+  the shift of the largest tensor is a power of two, no smaller than that: adding one to a binary number is exact as
+  long as it reaches the last digit at all.
 
 Each is a number for the whole network, from the tensors' own scale and the floating-point format they are in.
 """
@@ -37,31 +38,12 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import NonFiniteError, PenaltyError
-from anybit.objectives.base import (
-    Closure,
-    Scaler,
-    Step,
-    check_finite,
-    check_loss,
-    eagerly,
-    extremes,
-    modes_of,
-    read_numbers,
-    run_backward,
-    warn_of_another_model,
-)
+from anybit.objectives import base, restore
+from anybit.objectives.base import Closure, Scaler, Step, check_finite, eagerly, modes_of
 from anybit.objectives.chunks import extrapolate_
 from anybit.objectives.processes import agreed, averaged, kept, synced
 from anybit.objectives.record_replay import FirstPass, Norm, Operand, SecondPass, direction
-from anybit.objectives.restore import (
-    add_gradients,
-    buffers_kept,
-    full_precision,
-    gradients_set_aside,
-    random_state,
-    replaced,
-    set_random_state,
-)
+from anybit.objectives.restore import buffers_kept, full_precision, gradients_set_aside, replaced
 
 NOISE = 32
 """Roundoffs that a gradient entry has gathered: measured between 30 and 60 on networks of 8 to 53 layers."""
@@ -142,15 +124,15 @@ def two_pass(request: Request, closures: Sequence[Closure], scaler: Scaler | Non
     """
     parameters = trained(request)
     with gradients_set_aside(parameters) as before, full_precision(request.divides):
-        start = random_state()
+        start = restore.random_state()
         losses, firsts = _first_pass(request, closures, scaler)
         seen = _measure(request, losses, parameters, firsts, scaler)
         if request.penalized and seen.usable:
-            end = random_state()
-            set_random_state(start)
+            end = restore.random_state()
+            restore.set_random_state(start)
             _second_pass(request, closures, firsts, parameters, seen, scaler, side)
-            set_random_state(end)
-        add_gradients(parameters, averaged(request.model, before))
+            restore.set_random_state(end)
+        restore.add_gradients(parameters, averaged(request.model, before))
     return seen.step
 
 
@@ -174,14 +156,10 @@ def _first_pass(
         first = FirstPass(
             request.norm, directions=request.activation > 0, kinks=request.divides, reach=request.by_range
         )
-        with (
-            synced(request.model, part == len(closures)),
-            eagerly(request.watched),
-            first.watching(request.watched),
-            modes_of(closure),
-        ):
-            loss = check_loss(closure())
-            run_backward(loss, scaler)
+        averages, watching = synced(request.model, part == len(closures)), first.watching(request.watched)
+        with averages, eagerly(request.watched), watching, modes_of(closure):
+            loss = base.check_loss(closure())
+            base.run_backward(loss, scaler)
         if first.short is not None and request.divides:
             raise PenaltyError(
                 f"the model computes in {str(first.short).removeprefix('torch.')}, too few digits for the difference "
@@ -223,9 +201,9 @@ def _measure(
     operands += [a for first in firsts for a in first.activations]
     one = torch.ones_like(losses[0].reshape(()))
     table = [column for o in operands for column in (o.norm, o.size, one if o.reach is None else o.reach)]
-    ends = extremes(p.grad for p in parameters)
+    ends = base.extremes(p.grad for p in parameters)
     scale = one if scaler is None else scaler.scale(one)
-    numbers = read_numbers([torch.stack(losses).sum(), scale, *(t for t in table if t is not None), *ends])
+    numbers = base.read_numbers([torch.stack(losses).sum(), scale, *(t for t in table if t is not None), *ends])
     loss, by, rows = numbers[0], numbers[1], numbers[2 : 2 + len(table)]
     norms, sizes, reaches = [n / by for n in rows[::3]], rows[1::3], rows[2::3]
     step = Step(loss, sum(norms[:count]), sum(norms[count:]) if request.watched else None)
@@ -234,19 +212,14 @@ def _measure(
     if scaler is None:
         check_finite(loss, step.weight_norm, step.activation_norm or 0.0, *numbers[2 + len(table) :])
     if request.penalized and not ends:
-        warn_of_another_model()
+        base.warn_of_another_model()
     amounts = [(request.weight if i < count else request.activation) * r for i, r in enumerate(reaches)]
     h = 1.0 if request.worst_case or not finite else _step(request, operands, amounts, norms, sizes, loss)
     return Seen(step, finite and bool(ends), weights, operands[count:], amounts, h)
 
 
 def _step(
-    request: Request,
-    operands: list[Operand],
-    amounts: list[float],
-    norms: list[float],
-    sizes: list[float],
-    loss: float,
+    request: Request, operands: list[Operand], amounts: list[float], norms: list[float], sizes: list[float], loss: float
 ) -> float:
     """Return h for tensors that move so far, of such norms and sizes."""
     # A unit vector's entries are one over the root of their number; signs are one.
@@ -280,14 +253,14 @@ def _second_pass(
             second = SecondPass(first, factors)
             with synced(request.model, part == len(closures)), second.watching(request.watched), modes_of(closure):
                 loss = closure()
-                run_backward(loss, scaler)
-            losses.append(loss)
+                base.run_backward(loss, scaler)
+            losses.append(loss.detach())
     for parameter, a in zip(parameters, old, strict=True):
         if parameter.grad is None:
             parameter.grad = a
         elif a is not None and h != request.times:
             extrapolate_(parameter.grad, a, h / request.times)
-    numbers = read_numbers([torch.stack(losses).sum(), *extremes(p.grad for p in parameters)])
+    numbers = base.read_numbers([torch.stack(losses).sum(), *base.extremes(p.grad for p in parameters)])
     if not math.isfinite(numbers[0]):
         raise NonFiniteError(f"the shifted loss is {numbers[0]}; lower the penalty's strength")
     if scaler is None:
