@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale soak docs setup clean
+.PHONY: demo test check bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale soak fuzz docs setup clean
 
 demo: $(READY)
 	@$(BIN)/anybit demo
@@ -45,6 +45,10 @@ docs: $(READY)
 
 soak: $(READY)
 	@$(BIN)/python benchmarks/soak.py
+
+SECONDS ?= 600
+fuzz: $(READY)
+	@$(BIN)/python benchmarks/fuzz.py --seconds $(SECONDS) --seed $$(date +%s) --out results/fuzz.json
 
 setup: $(READY)
 

@@ -85,16 +85,32 @@ def try_case(kind: Any, path: Path, *, want: str | None = None) -> str:
     return outcome
 
 
-def work(name: str, folder: Path, seed: int, first: int, cases: int, seconds: float) -> None:
-    """Try cases until the time is over, each made from its number; print what came of each kind of end."""
-    from fuzz_kinds import kinds
+def prepared(name: str, folder: Path) -> tuple[Any, Path, str]:
+    """Return a kind, where its cases go, and what its whole file gives; from here on there are limits."""
+    os.environ.setdefault("ANYBIT_MEMORY_GB", "0.125")  # of what a run may work with; loading has no share in it
+    from fuzz_kinds import make_kind
 
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the end of the process, whatever it is in
-    kind = kinds()[name](folder)
+    kind = make_kind(name, folder)
     path = folder / f"case{kind.suffix}"
     path.write_bytes(kind.whole)
     want = kind.use(path)  # and everything is imported
     limit_memory()
+    return kind, path, want
+
+
+def replay(name: str, cases: list[Path]) -> None:
+    """Try cases that were found before; the first that is still not good is an exception."""
+    with tempfile.TemporaryDirectory() as folder:
+        kind, path, _ = prepared(name, Path(folder))
+        for case in cases:
+            path.write_bytes(case.read_bytes())
+            print(case.name, try_case(kind, path), flush=True)
+
+
+def work(name: str, folder: Path, seed: int, first: int, cases: int, seconds: float) -> None:
+    """Try cases until the time is over, each made from its number; print what came of each kind of end."""
+    kind, path, want = prepared(name, folder)
     end = time.monotonic() + seconds
     for number in range(first, first + cases):
         if time.monotonic() > end:
@@ -182,6 +198,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--cases", type=int, default=10**9, help="of each kind, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replay", metavar="KIND FILE", help="try files of one kind that were found before")
     parser.add_argument("--out", type=Path, help="add the result to this file, as results/fuzz.json")
     options = parser.parse_args()
     result = fuzz(options.kinds or list(KINDS), seed=options.seed, seconds=options.seconds, cases=options.cases)
@@ -200,5 +217,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
         kind, folder, *numbers = sys.argv[2:]
         work(kind, Path(folder), *map(int, numbers[:3]), float(numbers[3]))
+    elif sys.argv[1:2] == ["--replay"]:
+        replay(sys.argv[2], [Path(word) for word in sys.argv[3:]])
     else:
         main()

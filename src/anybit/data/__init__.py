@@ -6,6 +6,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
+from anybit.common.text import quoted
 from anybit.data.arrays import load_arrays
 from anybit.data.base import Batches, Dataset, Lazy, Split
 from anybit.data.digits import load_digits
@@ -35,8 +36,8 @@ def load_dataset(name: str) -> Dataset:
         from anybit.data.folder import load_folder
 
         return load_folder(Path(name))
-    close = get_close_matches(name, DATASETS, n=1)
+    close = get_close_matches(name[:80], DATASETS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise DataError(
-        f"no data set {name!r}: use {', '.join(DATASETS)}, a folder of images, or the path of an .npz file{hint}"
+        f"no data set {quoted(name)}: use {', '.join(DATASETS)}, a folder of images, or the path of an .npz file{hint}"
     )
