@@ -27,6 +27,7 @@ from anybit.artifact.check import check_axis, check_model, check_names, check_te
 from anybit.artifact.codes import Codes, encode
 from anybit.artifact.format import DIGEST, KEY, Bias, Data, Header, Weight, read_header, write_header
 from anybit.artifact.pieces import LIMIT, read_model, write_model
+from anybit.common.text import quoted
 from anybit.errors import FileError
 
 Array = NDArray[np.float32]
@@ -215,7 +216,7 @@ def _parts(weight: Weight, store: str, maker: NodeProto | None, where: str) -> d
     if maker is None or maker.op_type != operator:
         raise FileError(f"{where}.tensor: {weight.tensor[:60]!r} must come from a {operator} node with store={store!r}")
     if list(maker.input) != [f"{weight.tensor}.{name}" for name in names]:
-        raise FileError(f"{where}.tensor: {weight.tensor[:60]!r} is made from {list(maker.input)[:3]}")
+        raise FileError(f"{where}.tensor: {weight.tensor[:60]!r} is made from {quoted(list(maker.input))}")
     return dict(zip(names, maker.input, strict=True))
 
 
