@@ -123,6 +123,7 @@ def work(name: str, folder: Path, seed: int, first: int, cases: int, seconds: fl
         except Exception as error:
             import traceback
 
+            path.with_name(f"found-{number}{path.suffix}").write_bytes(data)  # the next case takes its place
             where = "".join(traceback.format_exception(error))[-1500:]
             say({"end": "found", "why": f"{type(error).__name__}: {error}"[:300], "where": where})
 
@@ -167,7 +168,7 @@ def run_worker(name: str, seed: int, first: int, cases: int, seconds: float) -> 
 
 def keep(name: str, folder: Path, number: int, why: str, where: str) -> dict[str, Any]:
     """Keep a case that is not good, if it is small."""
-    (case,) = folder.glob("case.*")
+    (case,) = folder.glob(f"found-{number}.*") if any(folder.glob(f"found-{number}.*")) else folder.glob("case.*")
     data = case.read_bytes()
     kept = REGRESSIONS / f"{name}-{hashlib.sha256(data).hexdigest()[:10]}{case.suffix}"
     if len(data) <= LARGEST_KEPT:
