@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check table1 table2 figures appendix cifar10 bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale bench-strangers soak docs setup clean
+.PHONY: demo test check table1 table2 figures appendix cifar10 bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale bench-strangers soak fuzz docs setup clean
 
 demo: $(READY)
 	@$(BIN)/anybit demo
@@ -61,6 +61,10 @@ docs: $(READY)
 
 soak: $(READY)
 	@$(BIN)/python benchmarks/soak.py
+
+SECONDS ?= 600
+fuzz: $(READY)
+	@$(BIN)/python benchmarks/fuzz.py --seconds $(SECONDS) --seed $$(date +%s) --out results/fuzz.json
 
 setup: $(READY)
 

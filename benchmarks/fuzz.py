@@ -85,16 +85,32 @@ def try_case(kind: Any, path: Path, *, want: str | None = None) -> str:
     return outcome
 
 
-def work(name: str, folder: Path, seed: int, first: int, cases: int, seconds: float) -> None:
-    """Try cases until the time is over, each made from its number; print what came of each kind of end."""
-    from fuzz_kinds import kinds
+def prepared(name: str, folder: Path) -> tuple[Any, Path, str]:
+    """Return a kind, where its cases go, and what its whole file gives; from here on there are limits."""
+    os.environ.setdefault("ANYBIT_MEMORY_GB", "0.125")  # of what a run may work with; loading has no share in it
+    from fuzz_kinds import make_kind
 
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the end of the process, whatever it is in
-    kind = kinds()[name](folder)
+    kind = make_kind(name, folder)
     path = folder / f"case{kind.suffix}"
     path.write_bytes(kind.whole)
     want = kind.use(path)  # and everything is imported
     limit_memory()
+    return kind, path, want
+
+
+def replay(name: str, cases: list[Path]) -> None:
+    """Try cases that were found before; the first that is still not good is an exception."""
+    with tempfile.TemporaryDirectory() as folder:
+        kind, path, _ = prepared(name, Path(folder))
+        for case in cases:
+            path.write_bytes(case.read_bytes())
+            print(case.name, try_case(kind, path), flush=True)
+
+
+def work(name: str, folder: Path, seed: int, first: int, cases: int, seconds: float) -> None:
+    """Try cases until the time is over, each made from its number; print what came of each kind of end."""
+    kind, path, want = prepared(name, folder)
     end = time.monotonic() + seconds
     for number in range(first, first + cases):
         if time.monotonic() > end:
@@ -107,6 +123,7 @@ def work(name: str, folder: Path, seed: int, first: int, cases: int, seconds: fl
         except Exception as error:
             import traceback
 
+            path.with_name(f"found-{number}{path.suffix}").write_bytes(data)  # the next case takes its place
             where = "".join(traceback.format_exception(error))[-1500:]
             say({"end": "found", "why": f"{type(error).__name__}: {error}"[:300], "where": where})
 
@@ -151,7 +168,7 @@ def run_worker(name: str, seed: int, first: int, cases: int, seconds: float) -> 
 
 def keep(name: str, folder: Path, number: int, why: str, where: str) -> dict[str, Any]:
     """Keep a case that is not good, if it is small."""
-    (case,) = folder.glob("case.*")
+    (case,) = folder.glob(f"found-{number}.*") if any(folder.glob(f"found-{number}.*")) else folder.glob("case.*")
     data = case.read_bytes()
     kept = REGRESSIONS / f"{name}-{hashlib.sha256(data).hexdigest()[:10]}{case.suffix}"
     if len(data) <= LARGEST_KEPT:
@@ -182,6 +199,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--cases", type=int, default=10**9, help="of each kind, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replay", metavar="KIND FILE", help="try files of one kind that were found before")
     parser.add_argument("--out", type=Path, help="add the result to this file, as results/fuzz.json")
     options = parser.parse_args()
     result = fuzz(options.kinds or list(KINDS), seed=options.seed, seconds=options.seconds, cases=options.cases)
@@ -200,5 +218,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
         kind, folder, *numbers = sys.argv[2:]
         work(kind, Path(folder), *map(int, numbers[:3]), float(numbers[3]))
+    elif sys.argv[1:2] == ["--replay"]:
+        replay(sys.argv[2], [Path(word) for word in sys.argv[3:]])
     else:
         main()

@@ -1,7 +1,8 @@
 """What `fuzz.py` breaks: for each kind of file whole ones, ways to break them, and what a user would do with one.
 
-A kind is a class with `names`, `broken(rng)` and `use(path)`. `broken` gives bytes, and whether they were sealed again so
-that every checksum fits. `use` returns a text that tells two contents apart, or raises an `AnybitError`.
+A kind is a class with `whole`, `broken(rng)` and `use(path)`. `broken` gives bytes, and whether they may mean something
+else than `whole` does (sealed again, so that every checksum fits). `use` returns a text that tells two contents apart,
+or raises an `AnybitError`.
 """
 
 from __future__ import annotations
@@ -321,11 +322,13 @@ class Recipes:
         return repr(recipe)
 
 
-def kinds() -> dict[str, Callable[[Path], Any]]:
-    """Return all kinds; those that need torch are imported last, in a process of their own."""
-    from fuzz_runs import Checkpoints, Pickled, RunFolders
-
-    return {
+def make_kind(name: str, folder: Path) -> Any:
+    """Return a kind by its name; its whole files are made in `folder`."""
+    known: dict[str, Callable[[Path], Any]] = {
         "masters": Masters, "plain": Plain, "pictures": Pictures, "arrays": Arrays, "recipes": Recipes,
-        "checkpoints": Checkpoints, "pickled": Pickled, "run-folders": RunFolders,
     }  # fmt: skip
+    if name not in known:  # these need torch, which takes seconds to import
+        from fuzz_runs import Checkpoints, Pickled, RunFolders
+
+        known = {"checkpoints": Checkpoints, "pickled": Pickled, "run-folders": RunFolders}
+    return known[name](folder)

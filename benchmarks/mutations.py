@@ -121,7 +121,7 @@ def _other(field: FieldDescriptor, value: Any, rng: Rng) -> Any:
     if field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE):
         return pick(rng, [0.0, -1.0, np.nan, np.inf, 1e30, 1e-40])
     if field.type == FieldDescriptor.TYPE_ENUM:
-        return int(rng.integers(0, 24))
+        return pick(rng, list(field.enum_type.values_by_number))
     wide = field.type in (FieldDescriptor.TYPE_INT64,)
     return pick(rng, [0, 1, 2, 3, -1, 5, 16, 255, 65536, 2**31 - 1, *([2**40, -(2**63), 2**63 - 1] if wide else [])])
 

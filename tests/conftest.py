@@ -1,9 +1,24 @@
-"""For all tests: ctrl-C means what it means in a terminal."""
+"""For all tests: ctrl-C means what it means in a terminal, and what could not be tested is said at the end."""
 
 from __future__ import annotations
 
 import signal
+from collections import Counter
+
+import pytest
+
+PROGRAMS = ("Chromium", "PostgreSQL", "playwright")
+"""What a machine may lack, so that whole files of tests are skipped."""
 
 # A shell starts what runs in its background with SIGINT ignored, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line what is missing on this machine and how many tests were left out for it."""
+    reasons = [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", [])]
+    missing = Counter(reason.removeprefix("Skipped: ") for reason in reasons if any(p in reason for p in PROGRAMS))
+    if missing:
+        parts = [f"{count} ({reason})" for reason, count in sorted(missing.items())]
+        terminalreporter.write_line(f"\nNOT TESTED on this machine: {', '.join(parts)}", yellow=True)

@@ -304,7 +304,7 @@ def test_arrays_that_would_fill_the_memory_are_refused_before_they_are_read(tmp_
         load_arrays(path)
     path = tmp_path / "c.npz"
     path.write_bytes(whole)
-    with pytest.raises(DataError, match=r"not a whole \.npz file \(one array"):
+    with pytest.raises(DataError, match=r"not a whole \.npz file \(no archive"):
         load_arrays(path)
 
 

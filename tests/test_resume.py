@@ -112,7 +112,10 @@ def cut(recipe: Recipe, folder: Path, step: int, **options: Any) -> None:
 # Bit for bit
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = {"straight through, widths drawn": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW.get(kind, ())) for kind in KINDS])
 def test_a_run_cut_at_several_steps_ends_with_the_same_weights_and_log(kind: str, tmp_path: Path) -> None:
     recipe = TINY.changed(KINDS[kind])
     total = 4 * recipe.epochs

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from anybit.common.text import printable, quoted
 from anybit.errors import SpecError
 
 FLOAT = 32
@@ -31,11 +32,11 @@ def check_width(bits: int, what: str = "bits") -> int:
     anybit.errors.SpecError: bits must be 2 to 16, or 32 for floating point; got 1: use 2 for ternary
     """
     if isinstance(bits, bool) or not isinstance(bits, int):
-        raise SpecError(f"{what} must be a whole number, got {bits!r}")
+        raise SpecError(f"{what} must be a whole number, got {quoted(bits)}")
     if bits == FLOAT or NARROWEST <= bits <= WIDEST:
         return bits
     hint = ": use 2 for ternary" if bits == 1 else ""
-    raise SpecError(f"{what} must be {NARROWEST} to {WIDEST}, or {FLOAT} for floating point; got {bits}{hint}")
+    raise SpecError(f"{what} must be {NARROWEST} to {WIDEST}, or {FLOAT} for floating point; got {quoted(bits)}{hint}")
 
 
 @dataclass(frozen=True, order=True)
@@ -158,7 +159,8 @@ class Range:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
             raise SpecError(
-                f"a range goes from low to high, both finite; got {self.low} to {self.high} ({self.source})"
+                f"a range goes from low to high, both finite; got {self.low} to {self.high} "
+                f"({printable(self.source, 60)})"
             )
 
     def __str__(self) -> str:

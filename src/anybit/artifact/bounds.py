@@ -56,7 +56,8 @@ def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: st
         model: The model. It is changed: small constants take the place of the nodes that compute them.
         outside: The constants that it uses and that are not in it; their values are not looked at.
         where: The file, for errors.
-        infer: Returns the model with the shapes of its values.
+        infer: Returns the model with the shapes of its values. Without ONNX's own propagation of data, which unfolds
+            any range to its full length.
         session: Makes an ONNX Runtime session of a model, without optimizations.
     """
     constants = {name: math.prod(shape) for name, _, shape in outside}
@@ -65,22 +66,28 @@ def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: st
     for dim in free:  # some write a free size as 0 or -1
         dim.ClearField("dim_value")
     _take_constants(model.graph)
-    shapes = _shapes(infer(model))
-    for _ in range(_ROUNDS):
-        if not _fold(model, shapes, session, where=where):
-            break
-        shapes = _shapes(infer(model))
+    shapes = _settled(model, infer, session, where=where)
     _check_constants(model.graph, shapes, constants, where=where)
     for dim in free:
         dim.dim_value = 1
     with contextlib.suppress(FileError):  # not every network works at sizes of one; then those above are taken
-        shapes = _shapes(infer(model))
+        shapes = _settled(model, infer, session, where=where)
     for name, sizes in shapes.items():
         if _entries(sizes) > MOST_ENTRIES:
             raise FileError(f"{where}: {printable(name, 60)!r} would have the shape {list(sizes[:8])}")
 
 
 Sizes = tuple[int | None, ...]
+
+
+def _settled(model: onnx.ModelProto, infer: Any, session: Any, *, where: str) -> dict[str, Sizes]:
+    """Compute small constants until no more sizes come to light; return the sizes of all values."""
+    shapes = _shapes(infer(model))
+    for _ in range(_ROUNDS):
+        if not _fold(model, shapes, session, where=where):
+            break
+        shapes = _shapes(infer(model))
+    return shapes
 
 
 def _shapes(model: onnx.ModelProto) -> dict[str, Sizes]:

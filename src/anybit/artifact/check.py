@@ -199,7 +199,7 @@ def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, 
 
     def infer(model: onnx.ModelProto) -> onnx.ModelProto:
         try:
-            return onnx.shape_inference.infer_shapes(model, check_type=strict, strict_mode=strict, data_prop=True)
+            return onnx.shape_inference.infer_shapes(model, check_type=strict, strict_mode=strict)
         except Exception as error:  # the C++ side raises what it likes
             raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
 

@@ -28,6 +28,7 @@ from anybit.artifact.model import Array as Numbers
 from anybit.artifact.model import OnnxModel, is_finite, names_in
 from anybit.artifact.storage import LIMIT, read_model, write_model
 from anybit.artifact.weight_nodes import weight_nodes, weight_tensors
+from anybit.common.text import quoted
 from anybit.errors import FileError
 from anybit.plan.codes import Codes, encode
 from anybit.plan.points import Bias, Plan, Weight
@@ -231,7 +232,7 @@ def _parts(weight: Weight, store: str, maker: NodeProto | None, where: str) -> d
     if maker is None or maker.op_type != operator:
         raise FileError(f"{where}.tensor: {weight.place[:60]!r} must come from a {operator} node with store={store!r}")
     if list(maker.input) != [f"{weight.place}.{name}" for name in names]:
-        raise FileError(f"{where}.tensor: {weight.place[:60]!r} is made from {list(maker.input)[:3]}")
+        raise FileError(f"{where}.tensor: {weight.place[:60]!r} is made from {quoted(list(maker.input))}")
     return dict(zip(names, maker.input, strict=True))
 
 

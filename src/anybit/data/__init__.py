@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from anybit.common.named import by_name, is_code
+from anybit.common.text import quoted
 from anybit.data.arrays import load_arrays
 from anybit.data.base import Batches, Dataset, Lazy, Split
 from anybit.data.digits import load_digits
@@ -35,11 +36,11 @@ def load_dataset(name: str, *, code: bool = False) -> Dataset:
         from anybit.data.folder import load_folder
 
         return load_folder(Path(name))
-    close = get_close_matches(name, DATASETS, n=1)
+    close = get_close_matches(name[:80], DATASETS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise DataError(
-        f"no data set {name!r}: use {', '.join(DATASETS)}, a folder of images, the path of an .npz file, or a function "
-        f"of yours, such as my_data.py:load{hint}"
+        f"no data set {quoted(name)}: use {', '.join(DATASETS)}, a folder of images, the path of an .npz file, or a "
+        f"function of yours, such as my_data.py:load{hint}"
     )
 
 

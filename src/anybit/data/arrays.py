@@ -46,9 +46,12 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         # Opened here, because np.load leaves a damaged archive open.
         with path.open("rb") as raw, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about headers that Python 2 wrote
+            if raw.read(2) != b"PK":
+                raise ValueError("no archive of several arrays")
+            raw.seek(0)
             file = np.load(raw, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
-                raise ValueError("one array, not an archive of several")
+                raise ValueError("no archive of several arrays")
             with file:
                 if missing := [name for name in NAMES if name not in file]:
                     advice = "save it with np.savez(path, x_train=..., ...)"

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
+from anybit.common.text import quoted
 from anybit.errors import SpecError
 from anybit.models.mobilenet import mobilenetv2, mobilenetv2_cifar
 from anybit.models.resnet import resnet18, resnet18_cifar, resnet50
@@ -32,7 +33,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build_model(name: str, *, channels: int, classes: int, multiplier: float) -> nn.Module:
     """Return a new network; `multiplier` multiplies the number of channels of every hidden layer."""
     if name not in MODELS:
-        close = get_close_matches(name, MODELS, n=1)
+        close = get_close_matches(name[:80], MODELS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise SpecError(f"no model {name!r}: use {', '.join(MODELS)}{hint}")
+        raise SpecError(f"no model {quoted(name)}: use {', '.join(MODELS)}{hint}")
     return MODELS[name](channels=channels, classes=classes, multiplier=multiplier)

@@ -1,0 +1,193 @@
+"""Sizes that a graph hides: found out before it is loaded, or held by the limit on working memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from anybit.artifact.bounds import MOST_GROWTH, SETTING, check_sizes, memory_limit
+from anybit.artifact.runtime import plain_session
+from anybit.errors import FileError, SpecError
+
+node = helper.make_node
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+def infer(model: onnx.ModelProto) -> onnx.ModelProto:
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def model(nodes: list[NodeProto], constants: dict[str, Any], shape: list[Any]) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", FLOAT, shape)],
+        [helper.make_tensor_value_info("y", FLOAT, None)],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def check(nodes: list[NodeProto], constants: dict[str, Any], shape: list[Any]) -> None:
+    check_sizes(model(nodes, constants, shape), [], where="m.onnx", infer=infer, session=plain_session)
+
+
+def hidden(size: float, *make: NodeProto) -> tuple[list[NodeProto], dict[str, Any]]:
+    """Return nodes that make a size out of its root; `make` gets it as "n" and makes "big"."""
+    nodes = [node("Pow", ["root", "two"], ["p"]), node("Cast", ["p"], ["n"], to=INT64), *make]
+    nodes += [node("ReduceSum", ["big"], ["s"], keepdims=0), node("Add", ["x", "s"], ["y"])]
+    constants = {"root": np.float32([size**0.5]), "two": np.float32([2]), "zero": np.int64(0), "one": np.int64(1)}
+    return nodes, constants
+
+
+WAYS: dict[str, list[NodeProto]] = {
+    "ConstantOfShape": [node("ConstantOfShape", ["n"], ["big"])],
+    "Tile": [node("Tile", ["root", "n"], ["big"])],
+    "Expand": [node("Expand", ["root", "n"], ["big"])],
+    "Range": [
+        node("Squeeze", ["n"], ["m"]),
+        node("Range", ["zero", "m", "one"], ["r"]),
+        node("Cast", ["r"], ["big"], to=FLOAT),
+    ],
+    "in two steps": [
+        node("ConstantOfShape", ["n"], ["a"]),
+        node("Shape", ["a"], ["b"]),
+        node("Concat", ["b", "b"], ["c"], axis=0),
+        node("ConstantOfShape", ["c"], ["big"]),
+    ],
+    "an outer product": [
+        node("ConstantOfShape", ["n"], ["row"]),
+        node("Unsqueeze", ["row", "axis"], ["column"]),
+        node("Mul", ["row", "column"], ["big"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [["n", 4], [2, 4]])
+def test_a_size_computed_from_constants_is_found_out(way: str, shape: list[Any]) -> None:
+    nodes, constants = hidden(2**40 if way != "in two steps" and way != "an outer product" else 2**14, *WAYS[way])
+    constants["axis"] = np.int64([1])
+    with pytest.raises(FileError, match=r"^m\.onnx: .* would have the shape .*, computed from constants alone"):
+        check(nodes, constants, shape)
+    nodes, constants = hidden(50, *WAYS[way])
+    check(nodes, {**constants, "axis": np.int64([1])}, shape)
+
+
+def test_a_size_that_nobody_can_find_out_is_refused() -> None:
+    """Thousands of numbers are not looked at: how many of them are not zero shows when they are."""
+    nodes = [node("NonZero", ["long"], ["where"]), node("Tile", ["where", "twice"], ["b"])]
+    end = [node("ReduceSum", ["b"], ["t"], keepdims=0), node("Cast", ["t"], ["f"], to=FLOAT)]
+    constants = {"long": np.ones(9000), "twice": np.int64([1, 1])}
+    with pytest.raises(FileError, match="cannot be found out before it is computed"):
+        check([*nodes, *end, node("Add", ["x", "f"], ["y"])], constants, [2])
+
+
+HONEST: dict[str, Callable[[], tuple[list[NodeProto], dict[str, Any], list[Any]]]] = {
+    "a reshape by the batch": lambda: (
+        [
+            node("Shape", ["x"], ["s"]),
+            node("Gather", ["s", "zero"], ["n"], axis=0),
+            node("Concat", ["n", "rest"], ["w"], axis=0),
+            node("Reshape", ["x", "w"], ["y"]),
+        ],
+        {"zero": np.int64([0]), "rest": np.int64([-1])},
+        ["n", 3, "h", "w"],
+    ),
+    "twice the size": lambda: (
+        [
+            node("Shape", ["x"], ["s"]),
+            node("Cast", ["s"], ["f"], to=FLOAT),
+            node("Mul", ["f", "scale"], ["g"]),
+            node("Floor", ["g"], ["h"]),
+            node("Cast", ["h"], ["sizes"], to=INT64),
+            node("Resize", ["x", "", "", "sizes"], ["y"], mode="nearest"),
+        ],
+        {"scale": np.float32([1, 1, 2, 2])},
+        [1, 3, "h", "w"],
+    ),
+    "a mask as long as the input": lambda: (
+        [
+            node("Shape", ["x"], ["s"], start=1, end=2),
+            node("Squeeze", ["s"], ["n"]),
+            node("Range", ["zero", "n", "one"], ["r"]),
+            node("Cast", ["r"], ["f"], to=FLOAT),
+            node("Expand", ["f", "t"], ["e"]),
+            node("Shape", ["x"], ["t"]),
+            node("Add", ["x", "e"], ["y"]),
+        ],
+        {"zero": np.int64(0), "one": np.int64(1)},
+        ["n", "length"],
+    ),
+    "a table of positions": lambda: (
+        [node("Tile", ["small", "many"], ["table"]), node("MatMul", ["x", "table"], ["y"])],
+        {"small": np.ones((64, 1), np.float32), "many": np.int64([1, 512])},
+        ["n", 64],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_what_honest_files_do_is_taken(name: str) -> None:
+    nodes, constants, shape = HONEST[name]()
+    if name.startswith("a mask"):
+        nodes[4], nodes[5] = nodes[5], nodes[4]
+    check(nodes, constants, shape)
+
+
+def test_a_value_of_absurd_size_at_batch_one() -> None:
+    with pytest.raises(FileError, match="would have the shape"):
+        check([node("MatMul", ["x", "x"], ["z"]), node("Expand", ["z", "to"], ["y"])], {"to": [2**15, 2**15]}, [1, 1])
+    assert MOST_GROWTH < 2**30
+
+
+RUN = """
+import resource, sys
+import numpy as np, onnx
+from anybit.artifact.bounds import memory_advice
+from anybit.artifact.runtime import plain_session
+
+session = plain_session(onnx.load(sys.argv[1]))
+for value in (100.0, 1e9, 100.0):
+    try:
+        print(session.run(None, {"x": np.array([value], np.float32)})[0][0])
+    except Exception as error:
+        print(memory_advice(str(error)))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def test_a_size_computed_from_the_input_meets_the_limit_on_working_memory(tmp_path: Path) -> None:
+    nodes = [
+        node("Cast", ["x"], ["n"], to=INT64), node("ConstantOfShape", ["n"], ["big"]),
+        node("ReduceSum", ["big"], ["s"], keepdims=0), node("Add", ["x", "s"], ["y"]),
+    ]  # fmt: skip
+    check(nodes, {}, [1])
+    onnx.save(model(nodes, {}, [1]), tmp_path / "m.onnx")
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path / "m.onnx")], env={**os.environ, SETTING: "0.25"}, capture_output=True,
+        text=True, timeout=280,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, third, peak = done.stdout.splitlines()
+    assert (float(first), float(third)) == (100, 100)
+    assert second.startswith("; it wants more than 0.25 GB to work with: take smaller batches")
+    assert int(peak) < 1000
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "0", "nan", "inf"])
+def test_the_limit_is_a_number_of_gigabytes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, text)
+    with pytest.raises(SpecError, match=f"{SETTING} must be a number of gigabytes, got"):
+        memory_limit()
+    monkeypatch.setenv(SETTING, "1.5")
+    assert memory_limit() == 1.5 * 2**30
