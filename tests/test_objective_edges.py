@@ -69,11 +69,15 @@ ONCE_ONLY = {"hardsigmoid": lambda x: F.hardtanh(x - 3, -3.0, 3.0) / 6 + 0.5}
 
 
 class Blank(nn.Module):
-    """Layers without bias around one function: a blank example is exactly zero all the way."""
+    """A layer whose bias is zero, as at the start of training, then one function: a blank example is on its kink.
+
+    What the function passes back reaches the bias, whatever the example.
+    """
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.a, self.function = nn.Linear(5, 6, bias=False), function
+        self.a, self.function = nn.Linear(5, 6), function
+        nn.init.zeros_(self.a.bias)
         self.mix, self.b = nn.Parameter(torch.tensor(0.7)), nn.Linear(6, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

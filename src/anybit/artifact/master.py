@@ -179,7 +179,6 @@ def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, OnnxModel]:
                     f"{where}: has no metadata {KEY!r}, so it is no master; "
                     "make one out of an ONNX model with: anybit adopt"
                 )
-            wire.check_cost(file, size)
             header = read_header(texts[KEY], where=where)
             if len([f for f in fields if f.number == wire.GRAPH]) != 1:
                 raise FileError(f"{where}: must hold one graph")
@@ -187,6 +186,7 @@ def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, OnnxModel]:
                 raise FileError(
                     f"{where}: {DIGEST} does not fit its contents; the file is damaged or was changed, get it again"
                 )
+            wire.check_cost(file, size)
             return header, read_model(file, fields, header.data, path=path, where=where, hold=hold)
     except OSError as error:
         raise FileError(f"{where}: cannot be read ({error.strerror or error})") from error
