@@ -21,9 +21,9 @@ THREADS = 1
 
 def adopt(path: Path, out: Path, calibration: Iterable[Feed] | None) -> Any:
     """Write a master with anybit's default settings; return what it says of it, or `None`."""
-    from anybit.artifact.adopt import adopt as anybit_adopt  # the only line that knows where `adopt` lives
+    import anybit
 
-    return anybit_adopt(path, out, calibration=calibration)
+    return anybit.adopt(path, out, calibration=calibration)
 
 
 def summary_numbers(summary: Any) -> dict[str, float]:
@@ -51,7 +51,7 @@ def run_of(session: Any) -> Run:
 
 def point_names(session: Any) -> list[str]:
     """Return the names of everything in a master that has a width: weights and activations."""
-    return [point.name for point in session.master.header.points]
+    return [point.name for point in session.plan.points]
 
 
 def prepare(name: str, calibration: Sequence[Feed] | None) -> Any:

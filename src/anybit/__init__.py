@@ -23,6 +23,7 @@ from anybit.errors import AnybitError, MissingDependency
 from anybit.spec import Bits, QuantSpec, Range, Row
 
 if TYPE_CHECKING:
+    from anybit.artifact.adopt import adopt
     from anybit.artifact.export import export
     from anybit.artifact.session import load
     from anybit.evaluate.sweep import sweep
@@ -46,6 +47,7 @@ __all__ = [
     "Range",
     "Row",
     "UniformNoise",
+    "adopt",
     "export",
     "load",
     "prepare",
@@ -59,6 +61,7 @@ _ON_FIRST_USE = {
     "KurtosisPenalty": ("anybit.objectives.kurtosis", "torch"),
     "OrthogonalPenalty": ("anybit.objectives.orthogonal", "torch"),
     "UniformNoise": ("anybit.objectives.noise", "torch"),
+    "adopt": ("anybit.artifact.adopt", ""),
     "export": ("anybit.artifact.export", ""),
     "load": ("anybit.artifact.session", ""),
     "prepare": ("anybit.simulate.prepare", "torch"),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
 from anybit.artifact.header import STORES, Header
-from anybit.artifact.made_up import made_up_inputs
+from anybit.artifact.made_up import TYPES, made_up_inputs
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
@@ -181,13 +181,16 @@ def _calibrated(
     places = {a.place: a.name for a in watch.points}
     for place in places:
         watched.graph.output.append(helper.make_tensor_value_info(place, TensorProto.FLOAT, None))
+    if not places:
+        return watch.done()
     engine = compile_model(watched, exact=False, threads=None, where=where)
     if feeds is None:
         feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, where=where)
+    wanted = [value for value in engine.get_inputs() if value.type in TYPES]
     seen = False
     for feed in feeds:
         try:
-            found = engine.run(list(places), dict(feed))
+            found = engine.run(list(places), {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted})
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
             reason = " ".join(str(error).split())[:200]
             raise DataError(f"{where}: a calibration input cannot be run ({reason})") from error

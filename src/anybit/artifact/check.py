@@ -204,7 +204,7 @@ def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, 
             raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
 
     try:
-        if all(value.type.tensor_type.HasField("shape") for value in probe.graph.output):
+        if all(value.type.tensor_type.HasField("shape") for value in [*probe.graph.input, *probe.graph.output]):
             onnx.checker.check_model(probe)  # it wants shapes that some files lack, and ONNX Runtime does not need
     except Exception as error:
         raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error

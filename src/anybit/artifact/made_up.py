@@ -27,7 +27,8 @@ SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
 
 TYPES = {
     "tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64, "tensor(int32)": np.int32,
-    "tensor(uint8)": np.uint8, "tensor(int8)": np.int8, "tensor(bool)": np.bool_,
+    "tensor(uint8)": np.uint8, "tensor(int8)": np.int8, "tensor(bool)": np.bool_, "tensor(uint16)": np.uint16,
+    "tensor(int16)": np.int16, "tensor(float16)": np.float16,
 }  # fmt: skip
 NUMBERS = (1, 16000)
 """What a lone whole number is tried as: a flag, or a sampling rate."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, numpy_helper
+from onnx.inliner import inline_local_functions
 
 from anybit.artifact.model import OnnxModel, all_graphs, names_in, subgraphs
 from anybit.errors import FileError
@@ -38,6 +39,8 @@ def captured(node: NodeProto) -> set[str]:
 def normalize(model: OnnxModel, *, where: str) -> None:
     """Bring a model into one form."""
     proto = model.proto
+    if proto.functions:
+        proto.CopyFrom(inline_local_functions(proto))
     refuse_quantized(proto.graph, where=where)
     for part in all_graphs(proto.graph):
         del part.value_info[:]
@@ -78,7 +81,7 @@ def _free_sizes(graph: onnx.GraphProto) -> None:
                 not dim.HasField("dim_value") and not dim.dim_param
             ):
                 dim.dim_param = f"{value.name}_{d}"
-    inner = [value for part in list(all_graphs(graph))[1:] for value in [*part.input, *part.output]]
+    inner = [value for part in list(all_graphs(graph))[1:] for value in part.output]
     for value in [*graph.output, *inner]:
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.ClearField("shape")

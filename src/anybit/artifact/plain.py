@@ -95,6 +95,7 @@ def _converted(model: OnnxModel) -> OnnxModel:
         for tensor in large
         if tensor.name not in listed
     )
+    rest.proto.ir_version = 10  # before version 4 every initializer was an input too
     proto = version_converter.convert_version(rest.proto, OPSET)
     proto.graph.initializer.extend(large)
     return OnnxModel(proto, model.arrays)
@@ -128,6 +129,7 @@ def _settle(model: OnnxModel) -> None:
 
 FOLDED = {
     "Identity", "Transpose", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Neg", "Sqrt",
+    "DequantizeLinear",
     "Shape", "Slice", "Gather", "Expand", "ConstantOfShape", "Add", "Sub", "Mul", "Div",
     "Range", "Where", "Equal", "Tile",
 }  # fmt: skip

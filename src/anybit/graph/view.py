@@ -199,6 +199,8 @@ def reshaped(before: Shape, after: Shape) -> Follow:
     """
 
     def follow(d: int) -> tuple[int, int] | None:
+        if d >= len(before):  # nobody knows the shape
+            return None
         front, own = _count(before[:d]), before[d]
         for place in range(len(after)):
             if _count(after[:place]) != front:
