@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from anybit.quant.points import WeightPoint
 from cases import images, warmed_up
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -68,16 +67,16 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_the_bound_is_half_a_bin_times_the_gradient(options: dict[str, object]) -> None:
     net = network(**options)
     found = bounds(net, batches(), [3, 6])
-    point = next(p for p in net.points if isinstance(p, WeightPoint))
+    point = net.plan.weights[0]
+    master = net.weights[point.name]
     norms = []
     for x, y in batches():
-        (grad,) = torch.autograd.grad(F.cross_entropy(net(x), y), point.master)
+        (grad,) = torch.autograd.grad(F.cross_entropy(net(x), y), master)
         norms.append(grad.abs())
     for index, bits in enumerate((3, 6)):
         net.set_bits(weights=bits, activations=32)
         levels = 2 ** (bits - 1) - 1
-        with torch.no_grad():
-            top = point.quantized().abs()
+        top = torch.from_numpy(net.numbers().codes(point.name).dequantized()).abs()
         top = top.amax((1, 2, 3), keepdim=True) if options.get("per_channel") else top.max()
         want = torch.stack([(n * top / levels / 2).sum() for n in norms]).mean()
         assert found[point.name][index] == pytest.approx(float(want), rel=1e-4)
@@ -92,7 +91,7 @@ def test_an_allocation_meets_its_budget_and_beats_equal_widths_in_the_bound() ->
     allocation = net.allocate(budget=4, loader=batches())
     assert (net.bits, net.layers) == (anybit.Bits(5, 7), {})
     assert allocation.average_bits <= 4
-    counts = {p.name: p.master.numel() for p in net.points if isinstance(p, WeightPoint)}
+    counts = {name: weight.numel() for name, weight in net.weights.items()}
     assert set(allocation.layers) == set(counts)
     bits = sum(counts[name] * pair.weights for name, pair in allocation.layers.items())
     assert allocation.average_bits == pytest.approx(bits / sum(counts.values()))
@@ -106,12 +105,12 @@ def test_an_allocation_meets_its_budget_and_beats_equal_widths_in_the_bound() ->
     losses = [F.cross_entropy(net(x), y).item() for x, y in batches()]
     assert allocation.loss == pytest.approx(sum(losses) / 3, rel=1e-5)
     assert len(str(allocation).splitlines()) == len(counts) + 1
-    assert all(p.master.grad is None for p in net.points if isinstance(p, WeightPoint))
+    assert all(weight.grad is None for weight in net.weights.values())
 
 
 def test_bytes_and_bits_are_the_same_budget() -> None:
     net = network()
-    total = sum(p.master.numel() for p in net.points if isinstance(p, WeightPoint))
+    total = sum(weight.numel() for weight in net.weights.values())
     one, two = (
         net.allocate(budget=3, loader=batches()),
         net.allocate(budget=3 * total / 8, loader=batches(), unit="bytes"),
@@ -123,11 +122,12 @@ def test_layers_that_are_kept_wide_take_their_share_of_the_budget() -> None:
     net = network(ends="8-bit")
     allocation = net.allocate(budget=4, loader=batches(), activations=32)
     net.set_bits(weights=8, activations=32, layers=allocation.layers)
-    points = [p for p in net.points if isinstance(p, WeightPoint)]
-    used = sum(p.bits * p.master.numel() for p in points)
-    assert used / sum(p.master.numel() for p in points) == pytest.approx(allocation.average_bits)
+    widths = {name: net.numbers().widths[name] for name in net.weights}
+    used = sum(widths[name] * weight.numel() for name, weight in net.weights.items())
+    assert used / sum(weight.numel() for weight in net.weights.values()) == pytest.approx(allocation.average_bits)
     assert allocation.average_bits <= 4
-    assert points[0].bits == points[-1].bits == 8
+    first, *_, last = (p.name for p in net.plan.weights)
+    assert widths[first] == widths[last] == 8
 
 
 @pytest.mark.parametrize(

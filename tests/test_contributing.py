@@ -61,7 +61,7 @@ def test_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_range_setter(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sample("src/anybit/quant/sigmas.py")
+    module = sample("src/anybit/plan/sigmas.py")
     scope = {"FourSigmas": module.FourSigmas, "MinMax": OBSERVERS["min-max"], "Observer": module.Observer}
     exec(line("OBSERVERS"), scope)
     for name, observer in scope["OBSERVERS"].items():
@@ -69,11 +69,12 @@ def test_the_range_setter(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.randn(500, 4)
     net = anybit.prepare(model, x[:2], calibration=x.split(100), method="four-sigmas")
-    entry = next(entry for entry in net.plan if entry.kind == "input")
-    assert entry.range is not None
-    assert entry.range.source == "calibration, four-sigmas"
-    assert entry.range.low == pytest.approx(float(x.mean() - 4 * x.std(correction=0)), rel=1e-5)
-    assert entry.range.high == pytest.approx(float(x.mean() + 4 * x.std(correction=0)), rel=1e-5)
+    (entry,) = [a for a in net.plan.activations if a.kind == "input"]
+    found = entry.range_at(8)
+    assert found is not None
+    assert found.source == "calibration, four-sigmas"
+    assert found.low == pytest.approx(float(x.mean() - 4 * x.std(correction=0)), rel=1e-5)
+    assert found.high == pytest.approx(float(x.mean() + 4 * x.std(correction=0)), rel=1e-5)
 
 
 def test_what_make_offers_is_what_the_makefile_has() -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from anybit.quant.fold import BatchNorm, fold_batch_norm
 from oracles import finite_difference
 from test_gradient import flat, grads
 from test_loops import Net, batch, loss_of
 from torch import Tensor, nn
 
 from anybit.errors import PenaltyError, SpecError
+from anybit.graph.view import Norm
 from anybit.objectives.gradient import GradientPenalty
 from anybit.objectives.kurtosis import KurtosisPenalty, kurtosis
 from anybit.objectives.noise import UniformNoise, bin_noise
 from anybit.objectives.orthogonal import OrthogonalPenalty, orthogonality
 from anybit.objectives.quantizable import Products
 from anybit.objectives.schedule import last_epochs
+from anybit.plan.fold import folded
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (4, 2, 3, 3), (8, 1, 3, 3)])
@@ -137,9 +138,9 @@ def test_noise_is_uniform_over_one_bin_of_the_folded_weight() -> None:
         norm.eval()(conv(torch.randn(2, 4, 5, 5)))
     folding = found.foldings[id(conv.weight)]
     weight = conv.weight.detach()
-    constants = BatchNorm(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
-    folded = fold_batch_norm(conv.weight, conv.bias, constants)[0].detach()
-    half = float(folded.abs().max()) / 7 / 2  # four bits: codes up to 7
+    constants = Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)
+    weights = folded(conv.weight, conv.bias, constants)[0].detach()
+    half = float(weights.abs().max()) / 7 / 2  # four bits: codes up to 7
     draws = torch.stack([bin_noise(weight, 4, folding) for _ in range(400)])
     in_folded = draws * folding.factor(4)
     assert float(in_folded.abs().max()) <= half * (1 + 1e-5)
@@ -265,8 +266,7 @@ def test_noise_under_the_gradient_penalty_is_the_same_in_both_passes() -> None:
 
 def test_noise_training_survives_low_widths_better() -> None:
     """The point of it, on a problem small enough for a test: less loss under two-bit rounding."""
-    from anybit.quant.uniform import quantize_tensor
-
+    from anybit.simulate.rounding import quantize_tensor
     from anybit.spec import QuantSpec
 
     x, y = batch(64)

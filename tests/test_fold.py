@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from anybit.quant.fold import BatchNorm, fold_batch_norm, fold_graph
-from anybit.quant.ops import aten
 from torch import nn
+from views import applied, viewed
 
 from anybit.errors import FoldError
-from anybit.simulate.capture import capture
+from anybit.graph.from_torch import BATCH_NORM
+from anybit.graph.view import Norm
+from anybit.plan.fold import fold, folded
 
 
 def trained_norm(kind: type[nn.Module], channels: int, **options: object) -> nn.Module:
@@ -22,11 +24,12 @@ def trained_norm(kind: type[nn.Module], channels: int, **options: object) -> nn.
     return norm.eval()
 
 
-def constants(norm: nn.Module, channels: int) -> BatchNorm:
+def constants(norm: nn.Module, channels: int) -> Norm:
+    """The constants of a batch norm, as torch tensors."""
     one = torch.ones(channels, dtype=torch.float64)
     gamma = one if norm.weight is None else norm.weight
     beta = 0 * one if norm.bias is None else norm.bias
-    return BatchNorm(norm.running_mean, norm.running_var, gamma, beta, norm.eps)  # type: ignore[arg-type]
+    return Norm(gamma, beta, norm.running_mean, norm.running_var, norm.eps)  # type: ignore[arg-type]
 
 
 LAYERS = {
@@ -36,6 +39,8 @@ LAYERS = {
     "conv1d": (nn.Conv1d(4, 6, 3, stride=2), nn.BatchNorm1d, (2, 4, 9), 0),
     "conv3d": (nn.Conv3d(2, 6, 2), nn.BatchNorm3d, (2, 2, 4, 4, 4), 0),
     "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2), nn.BatchNorm2d, (2, 4, 5, 5), 1),
+    "transposed in groups": (nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), nn.BatchNorm2d, (2, 4, 5, 5), 1),
+    "transposed depthwise": (nn.ConvTranspose2d(6, 6, 3, groups=6, bias=False), nn.BatchNorm2d, (2, 6, 5, 5), 1),
     "linear": (nn.Linear(4, 6), nn.BatchNorm1d, (3, 4), 0),
 }
 
@@ -48,24 +53,37 @@ def test_one_layer_does_what_two_did(name: str, affine: bool) -> None:
     layer = layer.double()
     norm = trained_norm(kind, 6, affine=affine)
     x = torch.randn(shape, dtype=torch.float64)
+    groups = getattr(layer, "groups", 1)
     with torch.no_grad():
         want = norm(layer(x))
-        weight, bias = fold_batch_norm(layer.weight, layer.bias, constants(norm, 6), axis=axis)
-        body = capture(nn.Sequential(layer, norm), x)
-        known = fold_graph(body)
-        torch.testing.assert_close(body(x), want, rtol=1e-10, atol=1e-10)
-    assert not [n for n in body.graph.nodes if n.target is aten._native_batch_norm_legit_no_training.default]
-    (folded,) = known
-    assert torch.equal(dict(body.named_parameters())["0.weight"], weight)
-    assert torch.equal(dict(body.named_parameters())["0.bias"], bias)
-    assert folded.meta["anybit_after"] == "1"
+        old = 0.0 if layer.bias is None else layer.bias
+        weight, bias = folded(layer.weight, old, constants(norm, 6), axis=axis, groups=groups)
+        body, graph = viewed(nn.Sequential(layer, norm), x)
+        known = fold(graph)
+        torch.testing.assert_close(applied(body, graph)(x), want, rtol=1e-10, atol=1e-10)
+    assert not [n for n in body.graph.nodes if n.target is BATCH_NORM]
+    assert [n.kind for n in graph.nodes] == ["layer"]
+    assert set(known) == set(graph.outputs)
+    for name, value in (("0.weight", weight), ("0.bias", bias)):
+        np.testing.assert_allclose(graph.constants[name], value.numpy(), rtol=1e-14)
+        assert torch.equal(body.get_parameter(name), torch.from_numpy(graph.constants[name]))
+    assert [(norm.path, into.path, into is graph.nodes[0]) for norm, into in graph.removed] == [("1", "1", True)]
+
+
+def test_gradients_go_through_folding() -> None:
+    torch.manual_seed(0)
+    norm = trained_norm(nn.BatchNorm2d, 6)
+    weight = torch.randn(6, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda w: folded(w, 0.0, constants(norm, 6)), weight)
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), trained_norm(nn.BatchNorm2d, 2).float())
     before = {k: v.clone() for k, v in model.state_dict().items()}
     model.train()
-    fold_graph(capture(model, torch.randn(2, 1, 4, 4)))
+    body, graph = viewed(model, torch.randn(2, 1, 4, 4))
+    fold(graph)
+    applied(body, graph)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert model.training
     assert model[1].training is True
@@ -112,28 +130,29 @@ class TwoReaders(nn.Module):
 def test_what_cannot_be_folded_stays_and_is_still_known(model: nn.Module, left: int) -> None:
     model.eval()
     x = torch.randn(2, 2, 6, 6)
-    body = capture(model, x)
-    known = fold_graph(body)
+    body, graph = viewed(model, x)
+    known = fold(graph)
     assert len(known) == left
-    torch.testing.assert_close(body(x), model(x))
+    assert graph.removed == []
+    torch.testing.assert_close(applied(body, graph)(x), model(x))
 
 
 def test_a_batch_norm_that_uses_the_batch_itself_is_left_alone() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False)).eval()
     x = torch.randn(3, 1, 4, 4)
-    body = capture(model, x)
-    assert fold_graph(body) == {}
-    torch.testing.assert_close(body(x), model(x))
+    body, graph = viewed(model, x)
+    assert fold(graph) == {}
+    torch.testing.assert_close(applied(body, graph)(x), model(x))
 
 
 def test_statistics_that_are_not_finite_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     model[1].running_var[1] = float("nan")
     with pytest.raises(FoldError, match="1: var is not finite"):
-        fold_graph(capture(model, torch.randn(2, 1, 4, 4)))
+        fold(viewed(model, torch.randn(2, 1, 4, 4))[1])
 
 
 def test_channels_that_do_not_fit() -> None:
-    ones = torch.ones(3)
-    with pytest.raises(FoldError, match="2 output channels, its batch norm has 3"):
-        fold_batch_norm(torch.ones(2, 1), None, BatchNorm(ones, ones, ones, ones, 0.0))
+    ones = np.ones(3)
+    with pytest.raises(FoldError, match="2 outputs, its batch norm has 3"):
+        folded(np.ones((2, 1)), 0.0, Norm(ones, ones, ones, ones))

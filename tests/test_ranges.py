@@ -11,14 +11,17 @@ from torch import Tensor, nn
 import anybit
 from anybit.errors import DataError, SpecError
 from anybit.plan.observe import OBSERVERS, Histogram
+from anybit.plan.points import Activation
+from anybit.simulate.modules import executors
 from anybit.spec import FLOAT, QuantSpec
 
 
-def observed(method: str, batches: list[Tensor], spec: QuantSpec | None = None) -> dict[int, tuple[float, float]]:
+def observed(method: str, batches: list[Tensor], *, symmetric: bool = True) -> dict[int, tuple[float, float]]:
     observer = OBSERVERS[method]()
     for batch in batches:
-        observer.update(batch)
-    return {bits: (r.low, r.high) for bits, r in observer.ranges(spec or QuantSpec(8)).items()}
+        observer.update(batch.numpy())
+    point = Activation("x", "activation", symmetric=symmetric)
+    return {bits: (r.low, r.high) for bits, r in observer.ranges(point).items()}
 
 
 def squared_error(x: Tensor, low: float, high: float, bits: int, *, symmetric: bool = True) -> float:
@@ -37,7 +40,7 @@ def test_a_histogram_that_grows_counts_everything_once() -> None:
     histogram = OBSERVERS["mse"]()
     assert isinstance(histogram, Histogram)
     for batch in batches:
-        histogram.update(batch)
+        histogram.update(batch.numpy())
     everything = torch.cat(batches)
     assert float(histogram.counts.sum()) == len(everything)
     edges = torch.from_numpy(histogram.edges).float()
@@ -64,7 +67,7 @@ def test_mse_ranges_err_less_than_others_at_every_width(symmetric: bool) -> None
     torch.manual_seed(0)
     x = torch.randn(50_000) + (0 if symmetric else 1.5)
     x[:20] *= 6
-    ranges = observed("mse", [x[:30_000], x[30_000:]], QuantSpec(8, symmetric))
+    ranges = observed("mse", [x[:30_000], x[30_000:]], symmetric=symmetric)
     assert set(ranges) == {FLOAT, *range(2, 9)}
     assert ranges[FLOAT] == (float(x.min()), float(x.max()))
     widest = 0.0
@@ -106,16 +109,17 @@ def test_each_width_runs_on_its_own_range() -> None:
     torch.manual_seed(0)
     data = torch.randn(500, 4)
     net = anybit.prepare(Two(), data[:2], calibration=[data[:250], (data[250:], None)], method="mse")
+    (point,) = [a for a in net.plan.activations if a.kind == "activation"]
     seen = []
     for bits in (2, 4, 8, 16):
         net.set_bits(weights=32, activations=bits)
-        (entry,) = [e for e in net.plan if e.kind == "activation"]
-        assert entry.range is not None
-        assert entry.range.source == "calibration, mse"
-        seen.append(entry.range.high)
+        found = point.range_at(bits)
+        assert found is not None
+        assert found.source == "calibration, mse"
+        seen.append(found.high)
         with torch.no_grad():
-            hidden = next(p for p in net.points if p.kind == "activation")(torch.full((1, 16), 1e6))
-        assert float(hidden.max()) == pytest.approx(entry.range.high, rel=1e-5)
+            hidden = executors(net)[point.name](torch.full((1, 16), 1e6))
+        assert float(hidden.max()) == pytest.approx(found.high, rel=1e-5)
     assert seen[0] < seen[1] < seen[3]
 
 
@@ -139,7 +143,7 @@ def test_calibration_data_wins_over_batch_norm_but_not_over_the_user() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).eval()
     data = torch.randn(64, 4)
     net = anybit.prepare(model, data[:2], calibration=[data], input_range=(-9.0, 9.0))
-    ranges = {e.kind: e.range for e in net.plan if e.kind != "weight"}
+    ranges = {a.kind: a.range_at(FLOAT) for a in net.plan.activations}
     assert ranges["input"] is not None
     assert ranges["input"].high == 9.0
     assert ranges["activation"] is not None

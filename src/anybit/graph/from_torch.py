@@ -325,7 +325,7 @@ def _moved(args: Any, rank: int) -> Follow:
 
 
 def _averaged(args: Any, rank: int) -> Follow | None:
-    if not args or args[0] is None:
+    if not args or not args[0]:  # all of them
         return lambda d: None
     return reduced([_dim(d, rank) for d in args[0]], keep=bool(len(args) > 1 and args[1]))
 
@@ -338,6 +338,8 @@ _TURNS: dict[object, Callable[[Any, int], Follow | None]] = {
     aten.slice.Tensor: lambda args, rank: except_for([_dim(args[0] if args else 0, rank)]),
     aten.select.int: lambda args, rank: reduced([_dim(args[0], rank)], keep=False),
     aten.mean.dim: _averaged,
+    aten.amax.default: _averaged,
+    aten.amin.default: _averaged,
 }
 
 

@@ -197,21 +197,24 @@ def reshaped(before: Shape, after: Shape) -> Follow:
     >>> reshaped(("N", 8, 4, 4), ("N", 128))(1), reshaped(("N", 8, 1, 1), ("N", 8))(1), reshaped((2, 6), (2, 3, 2))(1)
     ((1, 16), (1, 1), None)
     """
+    # A size that nobody knows is the same on both sides if it is the only one and all others multiply to the same.
+    same = before.count(None) == after.count(None) == 1 and _count(before) == _count(after)
+    before, after = (
+        tuple(("?" if same else f"? {side} {i}") if size is None else size for i, size in enumerate(shape))
+        for side, shape in (("before", before), ("after", after))
+    )
 
     def follow(d: int) -> tuple[int, int] | None:
         if d >= len(before):  # nobody knows the shape
             return None
-        front, own = _count(before[:d]), before[d]
+        front, own, inner = _count(before[:d]), before[d], _count(before[d:])
         for place in range(len(after)):
             if _count(after[:place]) != front:
                 continue
-            if after[place] == own and own is not None:
+            if after[place] == own:
                 return place, 1
-            inner = before[d:]
-            if after[place] == math.prod(s for s in inner if isinstance(s, int)) and all(
-                isinstance(s, int) for s in inner
-            ):
-                return (place, math.prod(s for s in before[d + 1 :] if isinstance(s, int)))
+            if (after[place], ()) == inner:
+                return place, _count(before[d + 1 :])[0]
         return None
 
     return follow

@@ -54,17 +54,12 @@ def make_grid(low: Array, high: Array, spec: QuantSpec) -> Grid:
     if xp is np:  # asking a device would mean to wait for it
         _check_range(low, high)
     first, last = spec.levels
-    nought = xp.zeros_like(low)
-    low, high = xp.minimum(low, nought), xp.maximum(high, nought)
-    # Divided by an array, not by a number: some devices multiply by the inverse of a number instead.
-    with np.errstate(over="ignore"):
-        if spec.symmetric:
-            span = xp.maximum(-low, high) if spec.signed else high
-            scale = _usable(span / xp.full_like(span, last))
-            zero = xp.zeros_like(scale)
-        else:
-            scale = _usable((high - low) / xp.full_like(low, last - first))
-            zero = xp.clip(xp.round(first - low / scale), first, last)
+    scale = _own_scale(low, high, spec)
+    # On a scale too small to divide by every value is zero, and any grid is exact.
+    scale = xp.where(_faint(scale), xp.ones_like(scale), scale)
+    zero = xp.zeros_like(scale)
+    if not spec.symmetric:
+        zero = xp.clip(xp.round(first - xp.minimum(low, zero) / scale), first, last)
     return Grid(_array(scale), _array(zero), first, last)
 
 
@@ -80,10 +75,20 @@ def _check_range(low: Array, high: Array) -> None:
         raise SpecError("a range goes from low to high, and this one is the wrong way round")
 
 
-def _usable(scale: Array) -> Array:
-    """Replace scales too small to divide by: on such a tensor every value is zero and any grid is exact."""
-    xp = space(scale)
-    return xp.where(scale < xp.finfo(scale.dtype).tiny, xp.ones_like(scale), scale)
+def _own_scale(low: Array, high: Array, spec: QuantSpec) -> Array:
+    """Return the scale that a range asks for, which may be too small to divide by."""
+    xp, (first, last) = space(low), spec.levels
+    low, high = xp.minimum(low, xp.zeros_like(low)), xp.maximum(high, xp.zeros_like(low))
+    # Divided by an array, not by a number: some devices multiply by the inverse of a number instead.
+    with np.errstate(over="ignore"):
+        if spec.symmetric:
+            span = xp.maximum(-low, high) if spec.signed else high
+            return span / xp.full_like(span, last)
+        return (high - low) / xp.full_like(low, last - first)
+
+
+def _faint(scale: Array) -> Array:
+    return scale < space(scale).finfo(scale.dtype).tiny
 
 
 def min_max(x: Array, axis: int | None = None) -> tuple[Array, Array]:
@@ -119,8 +124,8 @@ def weight_grid(low: Array, high: Array, spec: QuantSpec) -> Grid:
     """
     xp = space(low)
     grid = make_grid(low, high, spec)
-    dead = (low == 0) & (high == 0)
-    own = xp.where(dead, xp.zeros_like(grid.scale), grid.scale)
+    own = _own_scale(low, high, spec)
+    own = xp.where(_faint(own), xp.zeros_like(own), own)
     most = xp.amax(own) if spec.axis is not None else own
     least = FAINTEST * xp.where(most > 0, most, xp.ones_like(most))
     return grid._replace(scale=_array(xp.maximum(own, xp.zeros_like(own) + least)))
@@ -163,7 +168,7 @@ def bias_codes(bias: Array, unit: Array) -> Array:
     >>> bias_codes(np.float32([1.0, -0.3]), np.float32([0.125])).tolist()
     [8.0, -2.0]
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # what is not finite does not fit
         return space(bias).round(bias / unit)
 
 
@@ -184,13 +189,12 @@ def mean_shift(error: Array, input_mean: Array, *, channels: int = 0, groups: in
     >>> mean_shift(np.array([[[0.1, 0.1], [0.0, -0.5]]]), np.array([1.0, 10.0])).round(9).tolist()
     [-4.8]
     """
-    by_input = error.reshape(*error.shape[:2], -1).sum(-1)  # over taps
+    xp = space(error)
+    exact = xp.float32 if str(getattr(error, "device", "")).startswith("mps") else xp.float64  # it has no other
+    by_input = error.reshape(*error.shape[:2], -1).sum(-1, dtype=exact)  # over taps
     if channels == 0:  # (outputs, inputs of a group)
-        outs, ins = by_input.shape
-        kernels = by_input.reshape(groups, outs // groups, ins)
-        means = input_mean.reshape(groups, 1, ins)
+        kernels = by_input.reshape(groups, -1, by_input.shape[1])
     else:  # (inputs, outputs of a group)
-        ins, outs = by_input.shape
-        kernels = space(error).swapaxes(by_input.reshape(groups, ins // groups, outs), 1, 2)
-        means = input_mean.reshape(groups, 1, ins // groups)
-    return (kernels * means).sum(-1).reshape(-1)
+        kernels = xp.swapaxes(by_input.reshape(groups, -1, by_input.shape[1]), 1, 2)
+    means = xp.asarray(input_mean, dtype=exact).reshape(groups, -1, 1)
+    return xp.asarray(kernels @ means, dtype=error.dtype).reshape(-1)
