@@ -51,7 +51,7 @@ def run_of(session: Any) -> Run:
 
 def point_names(session: Any) -> list[str]:
     """Return the names of everything in a master that has a width: weights and activations."""
-    return [point.name for point in session.master.header.points]
+    return [point.name for point in session.plan.points]
 
 
 def prepare(name: str, calibration: Sequence[Feed] | None) -> Any:
