@@ -442,7 +442,7 @@ def test_convolutions_padded_by_name_are_folded_and_quantized() -> None:
         (
             (torch.rand(2, 3, 8, 8),),
             {},
-            r"argument 1 must have the shape \(N, 1, 8, 8\) of the example, got \(2, 3, 8, 8\)",
+            r"argument 1 must have the shape \(N, 1, N, N\), got \(2, 3, 8, 8\): the network fixes dimension 1 at 1",
         ),
         ((torch.rand(8, 8),), {}, r"argument 1 must have the shape"),
         (("image",), {}, "argument 1 must be a tensor of shape .*, got str"),

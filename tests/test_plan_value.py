@@ -175,6 +175,7 @@ CHANGES = {
     "numpy": lambda p: p.detach().numpy().__imul__(0.5),
     "assigned": lambda p: setattr(p, "data", p.data * 2),
     "moving average": by_data(lambda x: x.lerp_(torch.ones_like(x), 0.1)),
+    "part of a buffer": lambda p: setattr(p, "data", torch.randn(p.numel() + 1)[1:].view(p.shape)),
 }
 
 

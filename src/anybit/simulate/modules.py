@@ -85,10 +85,10 @@ class Activation(nn.Module):
         self.centred = True
         self.calibration: Calibration | None = None
 
-    def set_grid(self, grid: Grid | None, bits: int) -> None:
-        """Put what comes in on this grid from now on."""
-        self.grid, self.bits = grid, bits
-        self.centred = grid is None or not bool(grid.zero.any())
+    def set_grid(self, grid: Grid | None, bits: int, device: torch.device) -> None:
+        """Put what comes in on this grid, given in numpy, from now on."""
+        self.grid, self.bits = None if grid is None else on_device(grid, device), bits
+        self.centred = grid is None or not np.any(grid.zero)  # asking the device would mean to wait for it
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` on the grid, or untouched."""

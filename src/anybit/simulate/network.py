@@ -21,7 +21,7 @@ from anybit.plan.numbers import Kept, Numbers
 from anybit.plan.points import Plan
 from anybit.plan.text import plan_from_values, plan_to_values
 from anybit.simulate.allocate import Allocation, allocate
-from anybit.simulate.modules import Activation, Weight, executors, on_device
+from anybit.simulate.modules import Activation, Weight, executors
 from anybit.simulate.signature import Signature
 from anybit.spec import FLOAT, Bits, LayerWidths, layer_bits
 
@@ -127,11 +127,11 @@ class QuantizedNetwork(nn.Module):
         else:
             self._look()
         found = self._numbers()
+        device = next((p.device for p in self.parameters()), torch.device("cpu"))
         for name, module in parts.items():
             if isinstance(module, Activation):
                 bits = found.widths[name]
-                device = next((p.device for p in self.parameters()), torch.device("cpu"))
-                module.set_grid(None if bits == FLOAT else on_device(found.grid(name), device), bits)
+                module.set_grid(None if bits == FLOAT else found.grid(name), bits, device)
             elif isinstance(module, Weight) and module.bits != found.widths[name]:
                 module.bits, module.value = found.widths[name], None
         if not self.training:
@@ -238,7 +238,8 @@ def _mark(x: Tensor) -> Tensor:
     """Return a number that changes with the content of a tensor: weighted sums of its bits along rows and columns."""
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     flat = x.contiguous().view(kinds[x.element_size()]).reshape(-1)
-    if flat.dtype != torch.int64 and flat.numel() * flat.element_size() % 8 == 0 and flat.numel():
+    size = flat.element_size()
+    if flat.numel() and flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
         flat = flat.view(torch.int64)  # several entries at a time
     whole = flat.numel() // COLUMNS * COLUMNS
     table, rest = flat[:whole].view(-1, COLUMNS), flat[whole:].to(torch.int64)
