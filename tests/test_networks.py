@@ -207,8 +207,8 @@ def test_attention_written_out_is_attention(options: dict[str, Any], boolean: bo
     torch.testing.assert_close(attention(q, k, k, **given, **options), model(q, k, mask))
     net = anybit.prepare(model, (q, k, mask), calibration=[((q, k, mask), None)])
     torch.testing.assert_close(net(q, k, mask), model(q, k, mask))
-    # The key and value, the scaled query, the softmax.
-    assert sorted(kinds(net)) == ["activation", "activation", "input"]
+    # The value, the scaled query and key, the softmax.
+    assert sorted(kinds(net)) == ["activation", "activation", "activation", "input"]
 
 
 def small() -> nn.Module:
