@@ -139,7 +139,7 @@ def check(net: QuantizedNetwork, folder: Path, widths: list[int]) -> None:
 
 # The shared table
 
-QUICK = [c for c in CASES if c.name not in ("vgg-like", "resnet18", "mobilenetv2", "recurrent", "kinks")]
+QUICK = [c for c in CASES if c.name not in ("vgg-like", "resnet18", "mobilenetv2", "kinks")]
 WAYS: list[dict[str, Any]] = [
     {"per_channel": True},
     {},
@@ -148,6 +148,7 @@ WAYS: list[dict[str, Any]] = [
     {"helpers": "all"},
     {"per_channel": True, "helpers": ["sums", "bias"]},
     {"per_channel": True, "symmetric": False},
+    {"per_channel": True},
 ]
 
 
