@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from anybit.quant.points import WeightPoint
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +42,7 @@ def part(split: Split, n: int) -> Batches:
 
 def greedy(net: QuantizedNetwork, loader: Batches, budgets: tuple[float, ...]) -> dict[float, dict[str, Bits]]:
     """Take bits away one by one where it hurts least; return the widths when each budget was first met."""
-    counts = {p.name: p.master.numel() for p in net.points if isinstance(p, WeightPoint)}
+    counts = {name: weight.numel() for name, weight in net.weights.items()}
     widths = dict.fromkeys(counts, 8)
     total = sum(counts.values())
     found: dict[float, dict[str, Bits]] = {}
@@ -99,7 +98,7 @@ def main() -> None:
                 with net.at(weights=8, activations=ACTIVATIONS, layers=layers):
                     logits, labels = predict(net, part(data.test, 5000))
                 s = score(logits, labels)
-                counts = {p.name: p.master.numel() for p in net.points if isinstance(p, WeightPoint)}
+                counts = {name: weight.numel() for name, weight in net.weights.items()}
                 average = sum(counts[n] * b.weights for n, b in layers.items()) / sum(counts.values())
                 bound = chosen.predicted if way == "first-order bound" else None
                 table.add_row(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anybit.quant.points import WeightPoint
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -64,14 +63,13 @@ def measure(model: nn.Module, data: Dataset) -> dict[str, Any]:
     result: dict[str, Any] = {"FP": whole.accuracy, "loss": whole.loss, "loss on training images": known.loss}
     for scales in ("per tensor", "per channel"):
         net = prepare(model, data.test.x[:2], input_range=data.input_range, per_channel=scales == "per channel")
-        first = next(point for point in net.points if isinstance(point, WeightPoint))
+        first = net.plan.weights[0].name
         result[scales] = {str(bits): accuracy(net, validation, bits) for bits in WIDTHS}
         if scales == "per tensor":
-            reach = first.master.flatten(1).abs().amax(1)
+            reach = net.weights[first].detach().flatten(1).abs().amax(1)
             result["widest over median channel, first layer"] = float(reach.max() / reach.median())
             result["first layer wide"] = {
-                str(bits): accuracy(net, validation, bits, layers={first.name: (8, bits.activations)})
-                for bits in WIDTHS
+                str(bits): accuracy(net, validation, bits, layers={first: (8, bits.activations)}) for bits in WIDTHS
             }
     return result
 

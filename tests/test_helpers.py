@@ -5,22 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from anybit.quant.bias import CorrectedBias
-from anybit.quant.points import WeightPoint
-from anybit.quant.uniform import make_grid, min_max, quantize_tensor
 from cases import CASES, Case, images, warmed_up
 from torch import Tensor, nn
 
 import anybit
 from anybit.errors import SpecError
 from anybit.models import build_model
+from anybit.plan.grid import make_grid, min_max
+from anybit.simulate.modules import Bias, executors
 from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.rounding import quantize_tensor
+from anybit.spec import QuantSpec
 
 HELPERS = ["equalize", "bias", "sums", "clip", "all"]
 
 
-def weights(net: QuantizedNetwork) -> dict[str, WeightPoint]:
-    return {p.name: p for p in net.points if isinstance(p, WeightPoint)}
+def rounded_weights(net: QuantizedNetwork) -> list[tuple[Tensor, Tensor, QuantSpec]]:
+    """Each weight in floating point, as it is rounded, and the grid's rule."""
+    modules = executors(net.body)
+    found = [(modules[point.name], point) for point in net.plan.weights]
+    return [(module.master.detach(), module.value, point.spec(module.bits)) for module, point in found]
 
 
 @pytest.mark.parametrize("helpers", HELPERS)
@@ -89,13 +93,12 @@ def test_sums_and_all_together_help_at_low_widths() -> None:
 def test_sums_in_the_network_are_what_the_rule_promises(per_channel: bool) -> None:
     net = anybit.prepare(lopsided(), torch.rand(2, 1, 8, 8), helpers="sums", per_channel=per_channel)
     net.set_bits(weights=4, activations=32)
-    for point in weights(net).values():
-        master = point.master.detach()
-        scale = make_grid(*min_max(master, point.spec.axis), point.spec).scale
-        units = ((point.quantized() - master) / scale).double()
+    for master, rounded, spec in rounded_weights(net):
+        scale = make_grid(*min_max(master, spec.axis), spec).scale
+        units = ((rounded - master) / scale).double()
         assert float(units.abs().max()) < 1 + 1e-3
         assert float(units.flatten(1).sum(1).abs().max()) <= 0.5 + 1e-3
-        nearest = ((quantize_tensor(master, point.spec) - master) / scale).double()
+        nearest = ((quantize_tensor(master, spec) - master) / scale).double()
         assert float(nearest.flatten(1).sum(1).abs().max()) > 0.5  # so the promise says something
 
 
@@ -103,17 +106,14 @@ def test_clipping_lowers_the_error_of_each_weight() -> None:
     net = anybit.prepare(lopsided(), torch.rand(2, 1, 8, 8), helpers="clip")
     net.set_bits(weights=3, activations=32)
     better = 0
-    for point in weights(net).values():
-        master = point.master.detach()
-        clipped = float((point.quantized() - master).square().sum())
-        plain = float((quantize_tensor(master, point.spec) - master).square().sum())
+    for master, rounded, spec in rounded_weights(net):
+        clipped = float((rounded - master).square().sum())
+        plain = float((quantize_tensor(master, spec) - master).square().sum())
         assert clipped <= plain * 1.0001
         better += clipped < 0.95 * plain
-        assert point.range.source == "weights, clipped"
-        assert point.range.high <= float(master.abs().max()) * 1.0001
+        assert float(rounded.abs().max()) <= float(master.abs().max()) * 1.0001
     assert better > 3
-    net.set_bits(weights=32, activations=32)
-    assert {p.range.source for p in weights(net).values()} == {"weights"}
+    assert str(net.plan).count("weights, per tensor, clipped") == len(net.plan.weights)
 
 
 class Gaussian(nn.Module):
@@ -161,7 +161,7 @@ def test_bias_correction_is_left_out_where_no_mean_is_known() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2))
     net = anybit.prepare(model, torch.randn(2, 4), helpers="bias", calibration=[torch.randn(9, 4)])
-    assert not [m for m in net.modules() if isinstance(m, CorrectedBias)]
+    assert [bias.mean for bias in net.plan.biases] == [None, None]
 
 
 def test_helpers_are_chosen_by_name() -> None:
@@ -177,7 +177,7 @@ def test_training_with_helpers_sees_each_new_weight() -> None:
     x, y = torch.rand(16, 1, 8, 8), torch.arange(16) % 10
     before = F.cross_entropy(net(x), y)
     before.backward()
-    assert all(p.master.grad is not None and bool((p.master.grad != 0).any()) for p in weights(net).values())
+    assert all(w.grad is not None and bool((w.grad != 0).any()) for w in net.weights.values())
     torch.optim.SGD(net.parameters(), lr=0.05).step()
     with torch.no_grad():
         after = net(x)
@@ -199,7 +199,8 @@ def test_tied_weights_with_helpers() -> None:
     net = anybit.prepare(model, torch.randn(2, 6), helpers="all")
     x = torch.randn(5, 6)
     torch.testing.assert_close(net(x), model(x), rtol=1e-5, atol=1e-5)
-    assert len(weights(net)) == 1
-    biases = [m.master for m in net.modules() if isinstance(m, CorrectedBias)]
+    assert len(net.weights) == 1
+    biases = [m.master for m in net.modules() if isinstance(m, Bias)]
     assert len(biases) == 2
+    assert all(bias.mean is not None for bias in net.plan.biases)
     assert biases[0] is biases[1]

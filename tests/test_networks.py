@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from anybit.quant.points import WeightPoint
 from architectures import ARCHITECTURES, Architecture, UNet, block
 from cases import CASES, Case, images, warmed_up
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ import anybit
 from anybit.errors import CaptureError, SpecError
 from anybit.models import build_model
 from anybit.simulate.decompose import attention
+from anybit.simulate.modules import Weight, executors
 from anybit.simulate.network import QuantizedNetwork
 
 EVERYTHING: list[Case | Architecture] = [*CASES, *ARCHITECTURES]
@@ -29,8 +29,18 @@ def prepared(case: Case | Architecture, model: nn.Module, **options: Any) -> Qua
     return anybit.prepare(model, case.inputs(2), calibration=data, **options)
 
 
-def masters(net: QuantizedNetwork) -> dict[str, WeightPoint]:
-    return {p.name: p for p in net.points if isinstance(p, WeightPoint)}
+def weights(net: QuantizedNetwork) -> dict[str, Weight]:
+    return {name: module for name, module in executors(net.body).items() if isinstance(module, Weight)}
+
+
+def kinds(net: QuantizedNetwork) -> list[str]:
+    return [point.kind for point in net.plan.points]
+
+
+def widths(net: QuantizedNetwork) -> dict[str, int]:
+    """The width that each point runs at."""
+    found = executors(net.body)
+    return {point.name: found[point.name].bits for point in net.plan.points}
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES, ids=lambda c: c.name)
@@ -81,10 +91,10 @@ def test_every_product_multiplies_tensors_on_a_grid(case: Case | Architecture) -
     torch.manual_seed(0)
     model = case.build().eval()
     net = prepared(case, model, **({"input_range": (-4.0, 4.0)} if case.data_free else {}))
-    names = [entry.name for entry in net.plan]
+    names = [point.name for point in net.plan.points]
     assert len(names) == len(set(names))
     unused = {"extra.weight"} if case.name == "two-inputs" else set()  # a head that the output does not use
-    assert product_weights(model) - set(masters(net)) <= unused
+    assert product_weights(model) - set(net.weights) <= unused
     net.set_bits(weights=2, activations=2)
     with torch.no_grad(), SeenOperands() as seen:
         case.run(net, case.inputs(32))
@@ -100,7 +110,7 @@ def test_every_product_multiplies_tensors_on_a_grid(case: Case | Architecture) -
 
 def test_recurrent_weights_are_found_once_though_used_at_every_step() -> None:
     case = next(c for c in CASES if c.name == "recurrent")
-    names = set(masters(prepared(case, case.build().eval())))
+    names = set(prepared(case, case.build().eval()).weights)
     assert {"lstm.weight_ih_l0", "lstm.weight_hh_l0", "gru.weight_ih_l0", "gru.weight_hh_l0", "head.weight"} == names
 
 
@@ -124,14 +134,13 @@ class Products(nn.Module):
 def test_matrix_products_with_constants_are_weights_with_the_right_channels() -> None:
     torch.manual_seed(0)
     net = anybit.prepare(Products(), torch.randn(2, 3, 6), calibration=[torch.randn(8, 3, 6)], per_channel=True)
-    axes = {name: point.spec.axis for name, point in masters(net).items()}
+    axes = {point.name: point.axis for point in net.plan.weights}
     assert axes == {"right": 1, "left": 0, "mixed": None, "added": 0}
-    kinds = [entry.kind for entry in net.plan]
-    assert kinds.count("weight") == 4
-    assert kinds.count("input") == 1
+    assert kinds(net).count("weight") == 4
+    assert kinds(net).count("input") == 1
     net.set_bits(weights=2, activations=32)
     with torch.no_grad():
-        rounded = masters(net)["right"]()
+        rounded = weights(net)["right"]()
     assert all(len(column.unique()) <= 3 for column in rounded.T)
     assert len(rounded.abs().amax(0).unique()) == 5
 
@@ -155,11 +164,11 @@ def test_tied_weights_stay_tied() -> None:
     model = Tied()
     tokens = torch.randint(0, 11, (4, 5))
     net = anybit.prepare(model, tokens, calibration=[tokens])
-    assert len(masters(net)) == 2
-    (table,) = (p for p in masters(net).values() if tuple(p.shape) == (11, 8))
+    assert len(net.weights) == 2
+    (table,) = (weight for weight in net.weights.values() if tuple(weight.shape) == (11, 8))
     assert sum(p.numel() for p in net.parameters()) == sum(p.numel() for p in model.parameters())
     with torch.no_grad():
-        table.master.mul_(2.0)
+        table.mul_(2.0)
         model.table.weight.mul_(2.0)
         torch.testing.assert_close(net(tokens), model(tokens))
 
@@ -167,12 +176,12 @@ def test_tied_weights_stay_tied() -> None:
 def test_what_meets_in_a_concatenation_shares_one_grid() -> None:
     torch.manual_seed(0)
     net = anybit.prepare(warmed_up(UNet(), images(3, 16, 16)).eval(), torch.randn(2, 3, 16, 16))
-    ranges = {entry.name: entry.range for entry in net.plan if entry.kind == "activation"}
+    ranges = {point.name: point.range_at(32) for point in net.plan.activations if point.kind == "activation"}
     assert ranges["one.2"] == ranges["four.2"]
     assert ranges["two.2"] == ranges["relu_3"]
     assert ranges["one.2"] != ranges["two.2"]
     # Each tensor is rounded once: no second point behind the concatenation.
-    assert [entry.kind for entry in net.plan].count("activation") == 6
+    assert kinds(net).count("activation") == 6
 
 
 class Attends(nn.Module):
@@ -198,8 +207,8 @@ def test_attention_written_out_is_attention(options: dict[str, Any], boolean: bo
     torch.testing.assert_close(attention(q, k, k, **given, **options), model(q, k, mask))
     net = anybit.prepare(model, (q, k, mask), calibration=[((q, k, mask), None)])
     torch.testing.assert_close(net(q, k, mask), model(q, k, mask))
-    # The key and value, the scaled query, the softmax.
-    assert sorted(entry.kind for entry in net.plan) == ["activation", "activation", "input"]
+    # The value, the scaled query and key, the softmax.
+    assert sorted(kinds(net)) == ["activation", "activation", "activation", "input"]
 
 
 def small() -> nn.Module:
@@ -214,15 +223,17 @@ X = torch.rand(4, 1, 8, 8)
 def test_first_and_last_layers_can_be_spared(ends: Any, floor: int) -> None:
     net = anybit.prepare(small(), X, input_range=(0, 1), ends=ends)
     net.set_bits(weights=3, activations=3)
-    points = [p for p in net.points if isinstance(p, WeightPoint)]
-    assert [p.bits for p in points] == [floor, *[3] * (len(points) - 2), floor]
-    activations = [p for p in net.points if p.kind == "activation"]
-    assert [p.bits for p in activations] == [*[3] * (len(activations) - 1), floor]
-    assert {p.bits for p in net.points if p.kind == "input"} == {max(8, floor)}
+
+    def bits(kind: str) -> list[int]:
+        return [widths(net)[point.name] for point in net.plan.points if point.kind == kind]
+
+    assert bits("weight") == [floor, *[3] * (len(bits("weight")) - 2), floor]
+    assert bits("activation") == [*[3] * (len(bits("activation")) - 1), floor]
+    assert set(bits("input")) == {max(8, floor)}
     net.set_bits(weights=16, activations=16)
-    assert {p.bits for p in points[:1]} == {max(16, floor)}
+    assert bits("weight")[0] == max(16, floor)
     net.set_bits(weights=32, activations=32)
-    assert {p.bits for p in net.points} == {32}
+    assert set(widths(net).values()) == {32}
 
 
 def test_ends_must_be_a_known_word() -> None:
@@ -232,23 +243,24 @@ def test_ends_must_be_a_known_word() -> None:
 
 def test_layers_get_widths_of_their_own_by_pattern() -> None:
     net = anybit.prepare(small(), X, input_range=(0, 1))
-    first = next(iter(masters(net)))
+    first = next(iter(net.weights))
     net.set_bits(weights=4, activations=5, layers={"features.*": (6, 7), first: anybit.Bits(2, 2)})
-    for point in net.points:
+    for point in net.plan.points:
+        bits = widths(net)[point.name]
         if point.name == first:
-            assert point.bits == 2
+            assert bits == 2
         elif point.name.startswith("features."):
-            assert point.bits == (6 if point.kind == "weight" else max(7, point.floor))
+            assert bits == (6 if point.kind == "weight" else max(7, point.floor))
         elif point.kind in ("weight", "activation"):
-            assert point.bits == (4 if point.kind == "weight" else 5)
+            assert bits == (4 if point.kind == "weight" else 5)
     layer = first.removesuffix(".weight")
     with net.at(weights=8, activations=8, layers={layer: (3, 3)}):
-        assert masters(net)[first].bits == 3
+        assert widths(net)[first] == 3
         assert net.layers == {layer: anybit.Bits(3, 3)}
-    assert masters(net)[first].bits == 2
+    assert widths(net)[first] == 2
     assert net.bits == anybit.Bits(4, 5)
     net.set_bits(weights=4, activations=5)
-    assert {p.bits for p in masters(net).values()} == {4}
+    assert {module.bits for module in weights(net).values()} == {4}
     assert net.layers == {}
 
 
@@ -264,11 +276,11 @@ def test_layers_get_widths_of_their_own_by_pattern() -> None:
 def test_bad_layers_change_nothing(layers: Any, message: str) -> None:
     net = anybit.prepare(small(), X, input_range=(0, 1))
     net.set_bits(weights=4, activations=4, layers={"features.*": (3, 3)})
-    before = [p.bits for p in net.points]
+    before = widths(net)
     want = net(X)
     with pytest.raises(SpecError, match=message):
         net.set_bits(weights=8, activations=8, layers=layers)
-    assert [p.bits for p in net.points] == before
+    assert widths(net) == before
     assert torch.equal(net(X), want)
     assert net.bits == anybit.Bits(4, 4)
 
@@ -278,7 +290,7 @@ def test_input_ranges_by_name() -> None:
     model = case.build().eval()
     ranges = {"picture": (0.0, 1.0)}
     net = anybit.prepare(model, case.inputs(2), calibration=[(case.inputs(8), None)], input_range=ranges)
-    found = {entry.name: entry.range for entry in net.plan if entry.kind == "input"}
+    found = {point.name: point.range_at(32) for point in net.plan.activations if point.kind == "input"}
     assert found["picture"] is not None
     assert (found["picture"].low, found["picture"].high) == (0.0, 1.0)
     assert found["features"] is not None
@@ -356,21 +368,25 @@ def test_an_example_that_the_model_cannot_take_is_said_so() -> None:
 
 def test_the_cache_keeps_what_fits_and_always_what_is_in_use() -> None:
     net = anybit.prepare(small(), X, input_range=(0, 1))
-    cache = next(iter(masters(net).values()))._cache
-    size = sum(p.master.numel() * 4 for p in masters(net).values())
+    size = sum(weight.numel() * 4 for weight in net.weights.values())
+    first = {}
     for bits in (2, 3, 4, 5):
         net.set_bits(weights=bits, activations=8)
-    assert cache.nbytes == 4 * size
-    cache.limit = 2 * size
+        first[bits] = [module.value for module in weights(net).values()]
+    assert 4 * size < net._kept.nbytes < 6 * size  # the rounded weights, and their codes of a byte
+    net.set_bits(weights=2, activations=8)
+    assert all(a is module.value for a, module in zip(first[2], weights(net).values(), strict=True))
+    net._kept.limit = 3 * size
     net.set_bits(weights=6, activations=8)
-    assert cache.nbytes <= 2 * size
-    cache.limit = 0
+    assert size < net._kept.nbytes <= 3 * size
+    net._kept.limit = 0
     for bits in (7, 8):
         net.set_bits(weights=bits, activations=8)
-        assert cache.nbytes == size
-    kept = [p.quantized() for p in masters(net).values()]
+        assert net._kept.nbytes == 0
+        assert all(module.value is not None for module in weights(net).values())
+    used = [module.value for module in weights(net).values()]
     net.set_bits(weights=8, activations=4)
-    assert all(a is p.quantized() for a, p in zip(kept, masters(net).values(), strict=True))
+    assert all(a is module.value for a, module in zip(used, weights(net).values(), strict=True))
 
 
 def test_a_copy_has_a_cache_of_its_own_and_moving_to_another_dtype_is_seen() -> None:
@@ -416,7 +432,7 @@ def test_convolutions_padded_by_name_are_folded_and_quantized() -> None:
     x = torch.randn(2, 3, 8, 8)
     net = anybit.prepare(model, x, helpers="all")
     torch.testing.assert_close(net(x), model(x), rtol=1e-5, atol=1e-5)
-    assert set(masters(net)) == {"0.weight", "3.weight", "7.weight"}
+    assert set(net.weights) == {"0.weight", "3.weight", "7.weight"}
     assert not any("batch_norm" in str(node.target) for node in net.body.graph.nodes)
 
 
@@ -426,7 +442,7 @@ def test_convolutions_padded_by_name_are_folded_and_quantized() -> None:
         (
             (torch.rand(2, 3, 8, 8),),
             {},
-            r"argument 1 must have the shape \(N, 1, 8, 8\) of the example, got \(2, 3, 8, 8\)",
+            r"argument 1 must have the shape \(N, 1, N, N\), got \(2, 3, 8, 8\): the network fixes dimension 1 at 1",
         ),
         ((torch.rand(8, 8),), {}, r"argument 1 must have the shape"),
         (("image",), {}, "argument 1 must be a tensor of shape .*, got str"),

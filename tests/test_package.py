@@ -153,12 +153,10 @@ main(["report", sys.argv[1]])
 
 
 def test_a_bug_of_ours_is_not_taken_for_a_missing_package() -> None:
-    block = WITHOUT.format(names=["x"]).replace(
-        'name.partition(".")[0] in', 'name == "anybit.quant.uniform" or name in'
-    )
+    block = WITHOUT.format(names=["x"]).replace('name.partition(".")[0] in', 'name == "anybit.plan.grid" or name in')
     done = python(block + "import anybit; anybit.prepare")
     assert "MissingDependency" not in done.stderr
-    assert "ModuleNotFoundError: No module named 'anybit.quant.uniform'" in done.stderr
+    assert "ModuleNotFoundError: No module named 'anybit.plan.grid'" in done.stderr
 
 
 # The import rules of the design
@@ -249,14 +247,46 @@ except ImportError:
     assert len(MODULES) > 30
 
 
-PURE = [name for name in MODULES if inside(name, "anybit.objectives", "anybit.quant.uniform")]
+ROOMS = (
+    "errors", "spec", "policy", "common", "graph", "plan", "artifact", "simulate", "objectives", "models", "data",
+    "evaluate", "train", "pages", "serve", "demo", "cli", "__main__",
+)  # fmt: skip
+"""Every room, in the order in which they know of each other: a room imports only rooms that stand before it."""
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_penalties_and_the_grid_need_only_torch_spec_and_errors(name: str) -> None:
-    allowed = ["torch", "anybit.spec", "anybit.errors"]
-    if inside(name, "anybit.objectives"):
-        allowed.append("anybit.objectives")
+def room(name: str) -> str:
+    """Return the room that a module is in; the package itself, which everybody may ask for its version, is ""."""
+    return [*name.split("."), ""][1]
+
+
+def test_the_table_has_every_room() -> None:
+    assert {room(name) for name in MODULES} == {*ROOMS, ""}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "anybit"])
+def test_a_room_imports_only_rooms_that_stand_before_it(name: str) -> None:
+    others = {room(other) for other in imports_of(name) if inside(other, "anybit")}
+    allowed = {"", *ROOMS[: ROOMS.index(room(name)) + 1]}
+    assert {other for other in others if other not in allowed} == set()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_nothing_in_the_package_imports_what_is_beside_it(name: str) -> None:
+    beside = {path.name for path in SRC.parent.iterdir() if path.is_dir()}
+    assert {"paper", "tests", "benchmarks"} <= beside
+    assert not any(other.partition(".")[0] in beside for other in imports_of(name))
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if inside(name, "anybit.objectives")])
+def test_penalties_need_only_torch_spec_and_errors(name: str) -> None:
+    allowed = ["torch", "anybit.spec", "anybit.errors", "anybit.objectives"]
+    found = {other for other in imports_of(name) if other.partition(".")[0] not in sys.stdlib_module_names}
+    assert {other for other in found if not inside(other, *allowed)} == set()
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if inside(name, "anybit.plan", "anybit.graph.view")])
+def test_what_decides_needs_only_numpy(name: str) -> None:
+    allowed = ["numpy", "anybit.spec", "anybit.errors", "anybit.plan", "anybit.graph"]
     found = {other for other in imports_of(name) if other.partition(".")[0] not in sys.stdlib_module_names}
     assert {other for other in found if not inside(other, *allowed)} == set()
 
@@ -264,14 +294,13 @@ def test_penalties_and_the_grid_need_only_torch_spec_and_errors(name: str) -> No
 LIGHT = [
     name
     for name in MODULES
-    if inside(
-        name, "anybit.artifact", "anybit.pages", "anybit.serve", "anybit.rounding", "anybit.spec", "anybit.errors"
-    )
+    if room(name) in ("errors", "spec", "policy", "common", "graph", "plan", "artifact", "pages", "serve")
+    and name != "anybit.graph.from_torch"
 ]
 
 
 @pytest.mark.parametrize("name", LIGHT)
-def test_artifact_and_report_never_import_torch(name: str) -> None:
+def test_what_decides_and_ships_never_imports_torch(name: str) -> None:
     assert not any(inside(other, "torch") for other in imports_of(name))  # not even later, in a function
     reached = reached_by(name)
     torch = {other: by for other, by in reached.items() if inside(other, "torch", "torchvision", "safetensors.torch")}
@@ -280,7 +309,7 @@ def test_artifact_and_report_never_import_torch(name: str) -> None:
 
 def test_the_walk_finds_torch_where_it_is() -> None:
     assert "torch" in reached_by("anybit.evaluate.sweep")
-    assert "anybit.quant.uniform" in reached_by("anybit.evaluate.sweep")
+    assert "anybit.plan.grid" in reached_by("anybit.evaluate.sweep")
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not inside(name, "anybit.cli", "anybit.__main__")])

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from anybit.quant.points import WeightPoint
-from anybit.quant.uniform import fake_quantize, make_grid, quantize_tensor
 from cases import CASES, Case, images, warmed_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,12 +13,20 @@ from torch import Tensor, nn
 import anybit
 from anybit.errors import AnybitError, CaptureError, DataError, RangeError, SpecError
 from anybit.models import build_model
+from anybit.plan.grid import make_grid
+from anybit.simulate.modules import Bias, Weight, executors
+from anybit.simulate.network import QuantizedNetwork
+from anybit.simulate.rounding import fake_quantize, quantize_tensor
 from anybit.spec import QuantSpec
 
 
 def small() -> nn.Module:
     torch.manual_seed(0)
     return warmed_up(build_model("small-conv", channels=1, classes=10, multiplier=0.5), images(1, 8, 8)).eval()
+
+
+def weight_widths(net: QuantizedNetwork) -> set[int]:
+    return {m.bits for m in executors(net.body).values() if isinstance(m, Weight)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -70,14 +76,14 @@ def test_the_simulation_is_what_one_would_write_by_hand() -> None:
     factor = norm.weight / torch.sqrt(norm.running_var + norm.eps)
     weight = quantize_tensor((conv.weight * factor.view(-1, 1, 1, 1)).detach(), QuantSpec(4))
     bias = whole(norm.bias - norm.running_mean * factor, weight.abs().max() / 7 * (1 / 255))
-    x8 = fake_quantize(x, *make_grid(torch.tensor(0.0), torch.tensor(1.0), QuantSpec(8, signed=False)))
+    x8 = fake_quantize(x, make_grid(torch.tensor(0.0), torch.tensor(1.0), QuantSpec(8, signed=False)))
     top = torch.tensor(-1.0 + 6 * 2.0)  # the channel that reaches furthest: beta + 6 gamma
     stored = fake_quantize(
         torch.relu(nn.functional.conv2d(x8, weight, bias)),
-        *make_grid(torch.tensor(0.0), top, QuantSpec(8, signed=False)),
+        make_grid(torch.tensor(0.0), top, QuantSpec(8, signed=False)),
     )
     y = stored.mean((2, 3))
-    y3 = fake_quantize(y, *make_grid(torch.tensor(0.0), top, QuantSpec(3, signed=False)))
+    y3 = fake_quantize(y, make_grid(torch.tensor(0.0), top, QuantSpec(3, signed=False)))
     last = quantize_tensor(head.weight.detach(), QuantSpec(4))
     want = nn.functional.linear(y3, last, whole(head.bias, last.abs().max() / 7 * (top / 7)))
     torch.testing.assert_close(net(x), want)
@@ -85,24 +91,31 @@ def test_the_simulation_is_what_one_would_write_by_hand() -> None:
 
 def test_the_plan_lists_every_point_once_and_prints() -> None:
     net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1))
-    kinds = [entry.kind for entry in net.plan]
+    kinds = [point.kind for point in net.plan.points]
     assert kinds.count("weight") == 8  # six convolutions and two linear layers
     assert kinds.count("input") == 1
     assert kinds.count("activation") == 7  # what feeds the other seven layers
-    assert len({entry.name for entry in net.plan}) == len(net.plan)
+    points = net.plan.points
+    assert len({point.name for point in points}) == len(points)
     net.set_bits(weights=4, activations=6)
-    text = str(net.plan)
-    assert len(text.splitlines()) == len(net.plan) + 2
-    assert "batch norm features.1" in text
-    assert {p.bits for p in net.points if isinstance(p, WeightPoint)} == {4}
-    widths = {entry.kind: {e.bits for e in net.plan if e.kind == entry.kind} for entry in net.plan}
+    found = net.numbers().widths
+    text = net.plan.table(found)
+    for printed in (text, str(net.plan)):
+        assert len(printed.splitlines()) == len(points) + 2
+        assert "batch norm features.1" in printed
+    assert {text.splitlines()[2 + i].split()[-1] for i, p in enumerate(points) if p.kind == "weight"} == {"4"}
+    widths = {point.kind: {found[p.name] for p in points if p.kind == point.kind} for point in points}
     assert widths == {"weight": {4}, "activation": {6}, "input": {8}, "accumulator": {8}}
+    kinds_of = {name: module.bits for name, module in executors(net.body).items() if not isinstance(module, Bias)}
+    assert kinds_of == found  # the modules run at what the plan says
 
 
 def test_without_a_range_the_input_stays_in_floating_point_and_the_plan_says_so() -> None:
     net = anybit.prepare(small(), torch.randn(2, 1, 8, 8))
-    assert net.unranged == ["x"]
-    assert "stays in floating point" in str(net.plan)
+    assert net.plan.unranged == ("x",)
+    (line,) = [line.split() for line in str(net.plan).splitlines() if line.startswith("x ")]
+    assert "unknown" in line
+    assert line[-1] == "float"
 
 
 widths = st.tuples(*[st.one_of(st.integers(2, 16), st.just(32))] * 2)
@@ -136,7 +149,7 @@ def test_at_restores_the_widths_also_when_the_body_raises() -> None:
     with pytest.raises(SpecError, match="must be a tensor"), net.at(weights=2, activations=2):
         net("not a tensor")
     assert net.bits == anybit.Bits(6, 5)
-    assert {p.bits for p in net.points if isinstance(p, WeightPoint)} == {6}
+    assert weight_widths(net) == {6}
 
 
 @pytest.mark.parametrize(("weights", "activations"), [(1, 8), (8, 17), (0, 0), (4.5, 8), (32, 1)])
@@ -166,8 +179,7 @@ def test_training_through_the_grid_moves_the_master_weights() -> None:
     before = net(_X).detach()
     loss = nn.functional.cross_entropy(net(_X), torch.arange(4))
     loss.backward()
-    masters = [p.master for p in net.points if isinstance(p, WeightPoint)]
-    assert all(m.grad is not None and bool((m.grad != 0).any()) for m in masters)
+    assert all(m.grad is not None and bool((m.grad != 0).any()) for m in net.weights.values())
     torch.optim.SGD(net.parameters(), lr=0.5).step()
     with torch.no_grad():
         after = net(_X)
@@ -220,12 +232,12 @@ def test_without_batch_norm_the_points_are_named_and_calibration_helps() -> None
     data = torch.randn(100, 4)
     net = anybit.prepare(model, data[:2], calibration=[(data[:50], None), data[50:]])
     hidden = torch.relu(model.a(data)).detach()
-    ranges = {entry.name: entry.range for entry in net.plan}
+    ranges = {point.name: point.range_at(32) for point in net.plan.activations}
     assert ranges["x"] is not None
     assert ranges["relu"] is not None
     assert ranges["x"].low == pytest.approx(float(data.min()))
     assert ranges["relu"].high == pytest.approx(float(hidden.max()))
-    assert net.unranged == []
+    assert net.plan.unranged == ()
     with pytest.raises(DataError, match="saw no data"):
         anybit.prepare(model, data[:2], calibration=[])
     with pytest.raises(SpecError, match="one of min-max"):

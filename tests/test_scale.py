@@ -9,13 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from anybit.quant import points
-from anybit.quant.points import WeightCache, WeightPoint
 from torch import nn
 
 import anybit
-from anybit.simulate.network import QuantizedNetwork
-from anybit.spec import QuantSpec
+from anybit.plan.numbers import Kept
+from anybit.simulate.modules import Weight, executors
+from anybit.simulate.network import CACHE_BYTES, QuantizedNetwork
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,65 +25,70 @@ def network(helpers: tuple[str, ...] = ()) -> QuantizedNetwork:
     return anybit.prepare(nn.Sequential(*layers).eval(), torch.zeros(2, 32), input_range=(0, 1), helpers=helpers)
 
 
-def cache_of(net: QuantizedNetwork) -> WeightCache:
-    return next(p._cache for p in net.points if isinstance(p, WeightPoint))
+def values(net: QuantizedNetwork) -> list[torch.Tensor | None]:
+    """The rounded weights in use."""
+    return [module.value for module in executors(net.body).values() if isinstance(module, Weight)]
 
 
-WEIGHTS = 4 * 32 * 32 * 4
-"""Bytes of the network's weights."""
+WEIGHTS = 4 * 32 * 32 * 5
+"""Bytes of the network's rounded weights and their codes at one width."""
+
+ELSE = 8 * 2**10
+"""More than the bytes of everything else about a width: scales, grids, biases."""
 
 
 # Widths used before
 
 
 @pytest.mark.parametrize("helpers", [(), ("sums", "clip", "bias")], ids=["nearest", "helpers"])
-@pytest.mark.parametrize(("limit", "most"), [(10 * WEIGHTS, 4), (3 * WEIGHTS, 3), (1.5 * WEIGHTS, 1), (0, 1)])
+@pytest.mark.parametrize(("limit", "most"), [(10 * WEIGHTS, 4), (3 * WEIGHTS + ELSE, 3), (1.5 * WEIGHTS, 1), (0, 0)])
 def test_other_widths_are_kept_as_far_as_whole_ones_fit(
     limit: float, most: int, helpers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = network(helpers)
-    cache = cache_of(net)
+    cache = net._kept
     cache.limit = int(limit)
     seen = []
-    kept = WeightPoint.keep
-    monkeypatch.setattr(WeightPoint, "keep", lambda point, value: (kept(point, value), seen.append(cache.nbytes))[0])
+    get = Kept.get
+    monkeypatch.setattr(Kept, "get", lambda kept, *rest: (get(kept, *rest), seen.append(cache.nbytes))[0])
     for bits in (8, 7, 6, 5):
         net.set_bits(weights=bits, activations=8)
-        assert all(p.kept() is not None for p in net.points if isinstance(p, WeightPoint))
-    assert cache.nbytes == most * WEIGHTS
-    assert max(seen) == most * WEIGHTS  # also while it switches
+        assert all(value is not None for value in values(net))
+    whole = [b for b in (8, 7, 6, 5) if all(("value", name, b) in cache for name in net.weights)]
+    assert whole == [8, 7, 6, 5][4 - most :]  # the newest
+    assert most * WEIGHTS <= cache.nbytes <= min(limit, most * WEIGHTS + ELSE)
+    assert max(seen) <= limit  # also while it switches
 
 
 def test_going_back_to_floating_point_lets_go_of_what_is_too_large() -> None:
     net = network()
-    cache_of(net).limit = WEIGHTS // 2
+    net._kept.limit = WEIGHTS // 2
     net.set_bits(weights=4, activations=8)
-    assert cache_of(net).nbytes == WEIGHTS
+    assert all(value is not None for value in values(net))
     net.set_bits(weights=32, activations=32)
-    assert cache_of(net).nbytes <= WEIGHTS // 2
+    assert values(net) == [None] * 4
+    assert net._kept.nbytes <= WEIGHTS // 2
 
 
 def test_weights_in_use_stay_whatever_the_limit() -> None:
     net = network()
-    cache_of(net).limit = 0
+    net._kept.limit = 0
     net.set_bits(weights=4, activations=8)
-    before = [p.kept() for p in net.points if isinstance(p, WeightPoint)]
+    before = values(net)
     net.set_bits(weights=4, activations=8, layers={"0": (8, 8)})
-    after = [p.kept() for p in net.points if isinstance(p, WeightPoint)]
-    assert [a is b for a, b in zip(before, after, strict=True)] == [False, True, True, True]
-    assert cache_of(net).nbytes == WEIGHTS
+    assert [a is b for a, b in zip(before, values(net), strict=True)] == [False, True, True, True]
+    assert net._kept.nbytes == 0
 
 
 def test_making_room_drops_the_oldest_first() -> None:
-    cache = WeightCache(limit=3 * 400)
-    point = WeightPoint("w", torch.ones(100), QuantSpec(4), cache=cache)
+    cache = Kept(3 * 400)
     for bits in (4, 5, 6):
-        point.set_bits(bits)
-        point.quantized()
-    point.set_bits(7)
-    point.make_room(400)
-    assert [spec.bits for _, spec in cache._kept] == [5, 6]
-    assert WeightCache().limit == points.CACHE_BYTES
+        cache.get(bits, lambda: torch.ones(100), lambda t: t.numel() * t.element_size())
+    cache.get(4, lambda: torch.ones(100), lambda t: 400)  # used again, so 5 is the oldest
+    cache.make_room(400)
+    assert [bits for bits in (4, 5, 6) if bits in cache] == [4, 6]
+    assert cache.nbytes == 800
+    assert network()._kept.limit == CACHE_BYTES
 
 
 # The measurement

@@ -391,7 +391,7 @@ def test_straight_through_training_keeps_the_ranges_of_batch_norm(base: str, tmp
     data = digits()
     before, _ = load_model(base)
     model, _ = train(straight(**{"init": base, "model.multiplier": 0.5}), data, tmp_path)
-    old, new = ([p.range for p in fold(m, data).points if p.kind != "weight"] for m in (before, model))
+    old, new = ([p.ranges for p in fold(m, data).plan.activations] for m in (before, model))
     assert old == new
     assert not same(state_of(before), state_of(model))
 
@@ -473,12 +473,9 @@ def test_what_was_folded_can_be_written_back(name: str) -> None:
         unfold(net, model)
         torch.testing.assert_close(model(x), moved, rtol=1e-4, atol=1e-4)
         again = fold(model, data)
-        for old, new in zip(net.points, again.points, strict=True):
-            assert (old.name, old.kind) == (new.name, new.kind)
-            if old.kind == "weight":
-                torch.testing.assert_close(new.master, old.master, rtol=1e-5, atol=1e-6)
-            else:
-                assert new.range == old.range
+        assert again.plan == net.plan
+        for name, weight in net.weights.items():
+            torch.testing.assert_close(again.weights[name], weight, rtol=1e-5, atol=1e-6)
 
 
 def test_a_bias_in_front_of_batch_norm_is_written_back_too() -> None:

@@ -135,26 +135,29 @@ def apply_changes(model: OnnxModel, graph: Graph, built: Built) -> None:
             model.graph.initializer.append(model.tensor(array, name))
     nodes = list(model.graph.node)
     makers = {value: node for node in nodes for value in node.output}
-    for node, layer in graph.removed:
+    for node, _ in graph.removed:
         before = makers[node.inputs[0]]  # a layer, or the sum behind it
         before.output[0] = node.output
         nodes.remove(node.origin)
         makers[node.output] = before
-        if layer.origin.op_type == "MatMul" and before is layer.origin:
-            inner = f"{node.output}.product"
-            before.output[0] = inner
-            add = helper.make_node("Add", [inner, layer.inputs[2]], [node.output], name=f"{node.output}/Add")
-            nodes.insert(nodes.index(before) + 1, add)
-            makers[node.output] = add
     for name, layer in built.layers.items():
         bias = built.places[name]
         if name != bias:
             model.graph.initializer.append(model.tensor(graph.constants[bias], name))
-        _set_bias(makers[layer.output], layer.origin, name)
+        maker = makers[layer.output]
+        if maker.op_type == "MatMul":  # a bias that was not there before needs a sum behind the product
+            inner = maker.output[0] = f"{layer.output}.product"
+            nodes.insert(nodes.index(maker) + 1, _sum(inner, name, layer.output))
+        else:
+            _set_bias(maker, layer.origin, name)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     used = names_in(model.graph)
     model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])
+
+
+def _sum(product: str, bias: str, output: str) -> NodeProto:
+    return helper.make_node("Add", [product, bias], [output], name=f"{output}/Add")
 
 
 def _set_bias(maker: NodeProto, layer: NodeProto, bias: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from anybit.errors import RangeError, SpecError
 from anybit.graph.view import Graph, Node, origins
 from anybit.plan.equalize import equalize
-from anybit.plan.fold import fold
+from anybit.plan.fold import bias_name, fold
 from anybit.plan.moments import Moments, propagate
 from anybit.plan.points import FLOORS, Activation, Bias, Left, Plan, Weight
 from anybit.plan.sites import Sites, ends_of, find_sites
@@ -78,7 +78,9 @@ def build(graph: Graph, settings: Settings) -> Built:
         name = place if place in sites.weights else _fresh(path, {*places, *graph.constants} - {place})
         points.append(replace(point, name=name))
         places[name], names[place] = place, name
-    biases, layers = _biases(graph, sites, names, moments if "bias" in settings.helpers else {})
+    means = moments if "bias" in settings.helpers else {}
+    _add_biases(graph, sites, means)
+    biases, layers = _biases(graph, sites, names, means)
     places |= {name: str(graph.bias(layer)) for name, layer in layers.items()}
     plan = Plan(tuple(points), tuple(biases), tuple(_left(graph)))
     return Built(plan, places, layers, [[names[value] for value in group] for group in sites.joined])
@@ -137,6 +139,19 @@ def _floors(graph: Graph, sites: Sites, floor: int) -> dict[str, int]:
     """Return the width that the points of the first and last layers do not go below."""
     outer = ends_of(graph) if floor > NARROWEST else set()
     return {place: floor for place, nodes in (sites.weights | sites.activations).items() if outer.intersection(nodes)}
+
+
+def _add_biases(graph: Graph, sites: Sites, moments: Mapping[str, Moments]) -> None:
+    """Give layers without a bias one of zeros, where the mean of their input is known: it is there to be corrected."""
+    for layer in [n for n in graph.nodes if n.kind == "layer" and n.inputs[1] in sites.weights]:
+        x = moments.get(layer.inputs[0])
+        if any(layer.inputs[2:]) or x is None or _input_mean(graph, layer, x) is None:
+            continue
+        weight = graph.constants[layer.inputs[1]]
+        name = graph.fresh(bias_name(layer.inputs[1]))
+        outs = weight.shape[layer.axis] * (layer.groups if layer.transposed else 1)
+        graph.set_constant(name, np.zeros(outs, weight.dtype))
+        layer.inputs[2:] = [name]
 
 
 def _biases(

@@ -104,16 +104,20 @@ class Numbers:
         bits = self.widths[name]
         return self.kept.get(("grid", name, bits), lambda: self.plan.activation(name).grid(bits), lambda grid: 64)
 
-    def bias(self, name: str) -> RoundedBias:
-        """Return the bias of a layer: corrected, and in whole units where integer kernels add it."""
+    def bias(self, name: str, codes: Callable[[], Codes] | None = None) -> RoundedBias:
+        """Return the bias of a layer: corrected, and in whole units where integer kernels add it.
+
+        `codes` gives those of its weight, for callers that have them.
+        """
         bias = self.plan.bias(name)
         width = self.widths.get(bias.input, FLOAT)
         key = ("bias", name, self.widths[bias.weight], width)
-        return self.kept.get(key, lambda: self._bias(name, width), lambda found: 3 * found.values.nbytes)
+        own = codes or (lambda: self.codes(bias.weight))
+        return self.kept.get(key, lambda: self._bias(name, width, own()), lambda found: 3 * found.values.nbytes)
 
-    def _bias(self, name: str, width: int) -> RoundedBias:
+    def _bias(self, name: str, width: int, codes: Codes) -> RoundedBias:
         bias = self.plan.bias(name)
         exact, master = (np.asarray(self.tensors[n], np.float32) for n in (name, bias.weight))
         mean = None if bias.mean is None else np.asarray(bias.mean, np.float32)
         source = self.grid(bias.input) if width != FLOAT else None
-        return round_bias(exact, self.plan.weight(bias.weight), self.codes(bias.weight), master, mean, source, width)
+        return round_bias(exact, self.plan.weight(bias.weight), codes, master, mean, source, width)

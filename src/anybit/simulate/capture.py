@@ -96,6 +96,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     networks then work at any size, which is tried (`_other_sizes`). Where that fails, and for all other inputs, sizes
     are followed symbolically, and some networks only go with a free batch.
     """
+    fixed: nn.Module | None = None
     pictures = all(x.dim() >= 4 for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     attempts = (False, True) if pictures else (True, False)
     error: Exception | None = None
@@ -116,10 +117,13 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return module
         found = _at_other_sizes(model, module, args, kwargs)
         if found is None:  # the model takes other sizes, and this graph gives other answers
+            fixed = module
             continue
         if found:
             _free_pictures(module)
         return module
+    if fixed is not None:
+        return fixed
     assert error is not None
     raise error
 

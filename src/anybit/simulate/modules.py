@@ -1,6 +1,6 @@
 """What stands in a simulated network in place of weights, activations and biases: it executes a plan, no more.
 
-While a network is trained (`net.train()`, gradients on) its weights change with every step, so their grids follow them
+While a network is trained (`net.train()`) its weights change with every step, so their grids follow them
 live: the plan's own functions, on the device, with gradients through them.
 """
 
@@ -46,9 +46,9 @@ class Weight(nn.Module):
         """Return the weight at the current width; with gradients on, straight through to the master."""
         if self.bits == FLOAT:
             return self.master
-        gradients = torch.is_grad_enabled() and self.master.requires_grad
-        if self.training and gradients:
+        if self.training:
             return self.live()
+        gradients = torch.is_grad_enabled() and self.master.requires_grad
         assert self.value is not None
         return straight_through(self.master, self.value) if gradients else self.value
 
@@ -85,10 +85,10 @@ class Activation(nn.Module):
         self.centred = True
         self.calibration: Calibration | None = None
 
-    def set_grid(self, grid: Grid | None, bits: int) -> None:
-        """Put what comes in on this grid from now on."""
-        self.grid, self.bits = grid, bits
-        self.centred = grid is None or not bool(grid.zero.any())
+    def set_grid(self, grid: Grid | None, bits: int, device: torch.device) -> None:
+        """Put what comes in on this grid, given in numpy, from now on."""
+        self.grid, self.bits = None if grid is None else on_device(grid, device), bits
+        self.centred = grid is None or not np.any(grid.zero)  # asking the device would mean to wait for it
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` on the grid, or untouched."""
@@ -124,11 +124,10 @@ class Bias(nn.Module):
         weight: Weight = self.__dict__["weight"]
         if weight.bits == FLOAT:
             return self.master
+        value = self.live() if self.training else self.value
+        assert value is not None
         gradients = torch.is_grad_enabled() and self.master.requires_grad
-        if self.training and gradients:
-            return straight_through(self.master, self.live())
-        assert self.value is not None
-        return straight_through(self.master, self.value) if gradients else self.value
+        return straight_through(self.master, value) if gradients else value
 
     @torch.no_grad()
     def live(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import warnings
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from anybit.plan.numbers import Kept, Numbers
 from anybit.plan.points import Plan
 from anybit.plan.text import plan_from_values, plan_to_values
 from anybit.simulate.allocate import Allocation, allocate
-from anybit.simulate.modules import Activation, Weight, executors, on_device
+from anybit.simulate.modules import Activation, Weight, executors
 from anybit.simulate.signature import Signature
 from anybit.spec import FLOAT, Bits, LayerWidths, layer_bits
 
@@ -45,6 +46,8 @@ class QuantizedNetwork(nn.Module):
         """The batch norm that was folded into each weight, by the path it has in the model."""
         self._kept = Kept(CACHE_BYTES)
         self._seen: Tensor | None = None
+        self._rounded = False
+        """Whether the modules hold what the weights are at the current widths."""
         self.eval()
 
     @property
@@ -99,50 +102,67 @@ class QuantizedNetwork(nn.Module):
 
     def numbers(self) -> Numbers:
         """Return everything that the plan says at the current widths: codes, scales, grids, biases."""
+        self._look()
+        return self._numbers()
+
+    def _numbers(self) -> Numbers:
         parts = executors(self.body)
         masters = {name: m.master for name, m in parts.items() if not isinstance(m, Activation)}
         return self._plan.at(self._bits, self._layers, tensors=_Arrays(masters), kept=self._kept)
 
     @torch.no_grad()
+    def _look(self) -> None:
+        """Forget what was made of weights that have changed since."""
+        marks = self._marks()
+        if self._seen is None or not torch.equal(marks, self._seen):
+            self._forget()
+            self._seen = marks
+
+    @torch.no_grad()
     def _execute(self) -> None:
         """Put what the plan says at the current widths into the modules."""
         parts = executors(self.body)
-        if not self.training:
-            marks = self._marks()
-            if self._seen is None or not torch.equal(marks, self._seen):
-                self._kept.clear()
-            self._seen = marks
-        found = self.numbers()
+        if self.training:
+            self._seen, self._rounded = None, False  # weights change with every step, and are rounded as they are then
+        else:
+            self._look()
+        found = self._numbers()
+        device = next((p.device for p in self.parameters()), torch.device("cpu"))
         for name, module in parts.items():
             if isinstance(module, Activation):
                 bits = found.widths[name]
-                device = next((p.device for p in self.parameters()), torch.device("cpu"))
-                module.set_grid(None if bits == FLOAT else on_device(found.grid(name), device), bits)
-            elif isinstance(module, Weight):
+                module.set_grid(None if bits == FLOAT else found.grid(name), bits, device)
+            elif isinstance(module, Weight) and module.bits != found.widths[name]:
                 module.bits, module.value = found.widths[name], None
         if not self.training:
             self._round(found, parts)
+            self._rounded = True
 
     def _round(self, found: Numbers, parts: dict[str, Any]) -> None:
         """Put every weight on its grid, and correct the biases that go with them."""
         masters = {name: parts[name].master for name in found.weights}
         keys = {name: ("value", name, found.widths[name]) for name in masters}
-        new = sum(m.numel() * 5 for name, m in masters.items() if keys[name] not in self._kept)
+        new = sum(
+            m.numel() * 5 for name, m in masters.items() if parts[name].value is None and keys[name] not in self._kept
+        )
         # Unless as much again fits beside them, nothing else is kept: a part of a network's weights is of no use.
         self._kept.make_room(new if 2 * new <= self._kept.limit else self._kept.limit)
 
-        def value(name: str) -> Tensor:
-            def make() -> Tensor:
-                return torch.from_numpy(found.codes(name).dequantized()).to(masters[name])
+        def put(name: str) -> None:
+            codes = functools.cache(lambda: found.codes(name))  # once for weight and bias, however little is kept
 
-            return self._kept.get(keys[name], make, lambda t: t.numel() * t.element_size())
+            def make() -> Tensor:
+                return torch.from_numpy(codes().dequantized()).to(masters[name])
+
+            if parts[name].value is None:
+                parts[name].value = self._kept.get(keys[name], make, lambda t: t.numel() * t.element_size())
+            for bias in found.biases:
+                if self._plan.bias(bias).weight == name:
+                    parts[bias].set_value(found.bias(bias, codes))
 
         large = sorted(masters, key=lambda name: -masters[name].numel())
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy lets others run while it computes
-            for name, made in zip(large, pool.map(value, large), strict=True):
-                parts[name].value = made
-        for name in found.biases:
-            parts[name].set_value(found.bias(name))
+            list(pool.map(put, large))
 
     def _marks(self) -> Tensor:
         """Return a number for each weight and bias that changes with its content, however that was changed."""
@@ -151,7 +171,10 @@ class QuantizedNetwork(nn.Module):
 
     def _forget(self) -> None:
         self._kept.clear()
-        self._seen = None
+        self._seen, self._rounded = None, False
+        for module in executors(self.body).values():
+            if not isinstance(module, Activation):
+                module.value = None
 
     @contextlib.contextmanager
     def at(self, *, weights: int, activations: int, layers: LayerWidths | None = None) -> Iterator[QuantizedNetwork]:
@@ -171,8 +194,10 @@ class QuantizedNetwork(nn.Module):
         """Call the network as the original was called in the example, with any sizes that it leaves free."""
         self._takes.check(args, kwargs)
         rounded = self._bits.weights != FLOAT or any(b.weights != FLOAT for b in self._layers.values())
-        if rounded and not self.training and (self._seen is None or not torch.equal(self._marks(), self._seen)):
-            self._execute()
+        if rounded and not self.training:
+            self._look()
+            if not self._rounded:
+                self._execute()
         return self.body(*args, **kwargs)
 
     def get_extra_state(self) -> Tensor:
@@ -213,7 +238,8 @@ def _mark(x: Tensor) -> Tensor:
     """Return a number that changes with the content of a tensor: weighted sums of its bits along rows and columns."""
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     flat = x.contiguous().view(kinds[x.element_size()]).reshape(-1)
-    if flat.dtype != torch.int64 and flat.numel() * flat.element_size() % 8 == 0 and flat.numel():
+    size = flat.element_size()
+    if flat.numel() and flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
         flat = flat.view(torch.int64)  # several entries at a time
     whole = flat.numel() // COLUMNS * COLUMNS
     table, rest = flat[:whole].view(-1, COLUMNS), flat[whole:].to(torch.int64)

@@ -76,6 +76,8 @@ def translate(net: QuantizedNetwork) -> OnnxModel:
     _name_outputs(model.proto, [f"{name}_" if name in places else name for name in outputs])
     _tidy(model.proto)
     _take_marks(model.proto, marked)
+    if any("anybit_free" in node.meta for node in holders):
+        _free_outputs(model.proto)
     return model
 
 
@@ -268,6 +270,17 @@ def _tidy(model: onnx.ModelProto) -> None:
     kept = [entry for entry in model.opset_import if entry.domain == ""]
     del model.opset_import[:]
     model.opset_import.extend(kept)
+
+
+def _free_outputs(proto: onnx.ModelProto) -> None:
+    """Leave those sizes of the outputs open that follow the sizes of the pictures."""
+    for value in proto.graph.output:
+        for d, dim in enumerate(value.type.tensor_type.shape.dim):
+            if d and dim.HasField("dim_value"):
+                dim.dim_param = f"{value.name}_{d}"
+    found = {value.name: value for value in onnx.shape_inference.infer_shapes(proto).graph.output}
+    for value in proto.graph.output:
+        value.CopyFrom(found[value.name])
 
 
 def _take_marks(proto: onnx.ModelProto, marked: list[str]) -> None:
