@@ -11,7 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, version_converter
 from onnx.reference import ReferenceEvaluator
 
-from anybit.artifact import protobuf_scan as wire
+from anybit.artifact import protobuf_scan
 from anybit.artifact.check import OPSET, bytes_of, check_model, tensors_of
 from anybit.artifact.model import OnnxModel, location, shaped
 from anybit.artifact.quantized_graph import LAYERS
@@ -27,11 +27,11 @@ def read_plain(path: Path) -> onnx.ModelProto:
 
 def read_model_file(path: Path) -> OnnxModel:
     """Read somebody's ONNX model and bring it into the form that a master has."""
-    size = wire.size_of(path, what="an ONNX model")
+    size = protobuf_scan.size_of(path, what="an ONNX model")
     model = OnnxModel(onnx.ModelProto())
     try:
         with path.open("rb") as file:
-            wire.check_cost(file, size)
+            protobuf_scan.check_cost(file, size)
         model.proto.ParseFromString(path.read_bytes())
         _load_external(model, path)
         if [o.version for o in model.proto.opset_import if o.domain in ("", "ai.onnx")] != [OPSET]:

@@ -161,16 +161,16 @@ def _model(program: torch.onnx.ONNXProgram) -> OnnxModel:
     """Return what the translator made, with large weights where they are: in the network's own memory."""
     from onnx_ir import ExternalTensor, Shape
 
-    bundle = OnnxModel(onnx.ModelProto())
+    model = OnnxModel(onnx.ModelProto())
     for name, value in program.model.graph.initializers.items():
         tensor = value.const_value
         if tensor is not None and tensor.nbytes >= LARGE:
-            stub = bundle.tensor(tensor.numpy(), name)
+            stub = model.tensor(tensor.numpy(), name)
             value.const_value = ExternalTensor(
                 location(stub), 0, tensor.nbytes, tensor.dtype, shape=Shape(tensor.numpy().shape), name=name
             )
-    bundle.proto.CopyFrom(program.model_proto)
-    return bundle
+    model.proto.CopyFrom(program.model_proto)
+    return model
 
 
 def _mark_in_onnx() -> Callable[..., Any]:
