@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from test_artifact_small import MODEL
 
-from anybit.artifact.adopt import adopt, fold_batch_norms, read_plain
+from anybit.artifact.adopt import adopt
 from anybit.artifact.master import open_master
-from anybit.artifact.model import OnnxModel
+from anybit.artifact.plain import read_plain
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
 from anybit.errors import DataError, FileError, RangeError, SpecError
@@ -57,7 +57,7 @@ def test_batch_norm_is_folded_and_gives_the_ranges(tmp_path: Path) -> None:
     ]  # fmt: skip
     np.testing.assert_allclose(floats(tmp_path / "m.onnx"), floats(path), rtol=1e-4, atol=1e-4)
     held = {t.name: numpy_helper.to_array(t) for t in with_norm().graph.initializer}
-    points = {a.name: a for a in master.header.activations}
+    points = {a.name: a for a in master.plan.activations}
     assert {a.kind for a in points.values()} == {"input", "activation"}
     found = points["relu"].range_at(4)
     assert found is not None
@@ -66,7 +66,7 @@ def test_batch_norm_is_folded_and_gives_the_ranges(tmp_path: Path) -> None:
     assert found.source == "batch norm"
     assert master.header.about["adopted_from"] == "plain.onnx"
     assert master.header.about["who"] == "me"
-    assert len(master.header.biases) == 2
+    assert len(master.plan.biases) == 2
 
 
 def test_calibration_sets_ranges_and_low_widths_come_close(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_calibration_sets_ranges_and_low_widths_come_close(tmp_path: Path) -> No
     assert errors[False, 8] < 0.02 < errors[False, 4] < 0.5
     assert errors[False, 8] < errors[False, 6] < errors[False, 4]
     assert errors[True, 4] < errors[False, 4]
-    points = {a.name: a for a in session.master.header.activations}
+    points = {a.name: a for a in session.plan.activations}
     inputs = next(a for a in points.values() if a.kind == "input").range_at(8)
     assert inputs is not None
     assert (inputs.low, inputs.high) == (pytest.approx(float(X.min())), pytest.approx(float(X.max())))
@@ -95,11 +95,14 @@ def test_without_batch_norm_the_values_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "m.onnx").exists()
 
 
-def test_a_shared_convolution_keeps_its_batch_norm() -> None:
+def test_a_shared_convolution_keeps_its_batch_norm(tmp_path: Path) -> None:
     model = with_norm()
-    model.graph.output.append(helper.make_tensor_value_info("conv", TensorProto.FLOAT, None))
-    fold_batch_norms(OnnxModel(model))
-    assert "BatchNormalization" in [node.op_type for node in model.graph.node]
+    model.graph.output.append(helper.make_tensor_value_info("conv", TensorProto.FLOAT, ["batch", 4, 4, 4]))
+    path = plain(tmp_path, model)
+    adopt(path, tmp_path / "m.onnx", calibration=[{"x": X}])
+    kept = open_master(tmp_path / "m.onnx").graph
+    assert "BatchNormalization" in [node.op_type for node in kept.graph.node]
+    np.testing.assert_allclose(floats(tmp_path / "m.onnx"), floats(path), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
