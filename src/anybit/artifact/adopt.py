@@ -15,15 +15,17 @@ import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
 from anybit.artifact.header import STORES, Header
+from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel
+from anybit.artifact.normalize import names_in
 from anybit.artifact.plain import read_model_file
 from anybit.artifact.runtime import compile_model
 from anybit.common.provenance import origin
-from anybit.errors import DataError, SpecError
+from anybit.errors import DataError, FileError, SpecError
 from anybit.graph.from_onnx import read_onnx
 from anybit.graph.view import Graph
-from anybit.plan.build import Built, Interval, Settings, build, check_ranges, joined, with_inputs
+from anybit.plan.build import Built, Interval, Settings, build, joined, with_inputs
 from anybit.plan.observe import Calibration
 from anybit.plan.points import Plan
 
@@ -51,7 +53,8 @@ def adopt(
     Args:
         path: An ONNX model in floating point. Its data may lie in other files of the same folder, never outside.
         out: Where to write the master.
-        calibration: Inputs by name, whose values set the ranges. Without them ranges come from normalization layers.
+        calibration: Inputs by name, whose values set the ranges. Without them ranges come from normalization layers
+            and, where those tell nothing, from inputs that are made up; the plan says which.
         method: How calibration sets a range; this and the next settings are those of `anybit.prepare`.
         input_range: The interval of the network's input, which is then quantized too.
         symmetric: Grids with zero in the middle, or fitted to both ends.
@@ -63,7 +66,7 @@ def adopt(
         about: What a reader should know, ready for JSON.
 
     Raises:
-        RangeError: Without calibration, for values that no normalization reaches.
+        FileError: The file cannot be read, is quantized already, or has nothing to quantize.
     """
     if store not in STORES:
         raise SpecError(f"store must be one of {', '.join(STORES)}; got {store!r}")
@@ -89,10 +92,35 @@ def plan_for(
     built = build(graph, settings)
     apply_changes(model, graph, built)
     plan = with_inputs(built.plan, input_range)
+    if not plan.weights:
+        raise FileError(f"{where}: has no weight that could be quantized; {_why_none(plan)}")
     if calibration is not None:
         plan = _calibrated(model, Calibration(plan, method), calibration, where=where)
-    check_ranges(plan, advice="pass calibration inputs")
+    elif unknown := [a.name for a in plan.activations if not a.ranges and a.kind != "input"]:
+        watch = Calibration(plan, method, only=unknown, source="made-up inputs")
+        plan = _calibrated(model, watch, None, ids=_rows(graph), interval=_intervals(plan), where=where)
     return joined(plan, built.joined)
+
+
+def _why_none(plan: Plan) -> str:
+    """Say what kept a file from having a single point."""
+    if plan.left:
+        return f"{plan.left[0].name} and {len(plan.left) - 1} more are operators that are not known here"
+    return "convolutions, matrix products and recurrent cells with stored weights are"
+
+
+def _rows(graph: Graph) -> int:
+    """Return how many rows the smallest table has that something is looked up in."""
+    tables = [
+        graph.constants[n.inputs[0]] for n in graph.nodes if n.name == "Gather" and n.inputs[0] in graph.constants
+    ]
+    return min((len(t) for t in tables if t.ndim > 1 and t.dtype.kind == "f"), default=10)
+
+
+def _intervals(plan: Plan) -> dict[str, Interval]:
+    """Return where the inputs lie that the user has said so of."""
+    found = {a.place.removesuffix(".input"): a.ranges[0][1] for a in plan.activations if a.kind == "input" and a.ranges}
+    return {name: (r.low, r.high) for name, r in found.items()}
 
 
 def apply_changes(model: OnnxModel, graph: Graph, built: Built) -> None:
@@ -124,7 +152,7 @@ def apply_changes(model: OnnxModel, graph: Graph, built: Built) -> None:
         _set_bias(makers[layer.output], layer.origin, name)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    used = {name for node in nodes for name in node.input}
+    used = names_in(model.graph)
     model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])
 
 
@@ -137,14 +165,24 @@ def _set_bias(maker: NodeProto, layer: NodeProto, bias: str) -> None:
         maker.input[:] = [*maker.input[:2], bias]
 
 
-def _calibrated(model: OnnxModel, watch: Calibration, feeds: Iterable[Feed], *, where: str) -> Plan:
-    """Return the plan with the ranges that its values have over all inputs."""
+def _calibrated(
+    model: OnnxModel,
+    watch: Calibration,
+    feeds: Iterable[Feed] | None,
+    *,
+    ids: int = 0,
+    interval: Mapping[str, Interval] | None = None,
+    where: str,
+) -> Plan:
+    """Return the plan with the ranges that its values have over all inputs, or over some that are made up."""
     watched = model.copy()
     del watched.graph.output[:]
     places = {a.place: a.name for a in watch.points}
     for place in places:
         watched.graph.output.append(helper.make_tensor_value_info(place, TensorProto.FLOAT, None))
     engine = compile_model(watched, exact=False, threads=None, where=where)
+    if feeds is None:
+        feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, where=where)
     seen = False
     for feed in feeds:
         try:

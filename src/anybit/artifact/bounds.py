@@ -13,6 +13,7 @@ A graph may hide a size: `Pow -> Cast -> ConstantOfShape` makes gigabytes out of
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -72,7 +73,9 @@ def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: st
     _check_constants(model.graph, shapes, constants, where=where)
     for dim in free:
         dim.dim_value = 1
-    for name, sizes in _shapes(infer(model)).items():
+    with contextlib.suppress(FileError):  # not every network works at sizes of one; then those above are taken
+        shapes = _shapes(infer(model))
+    for name, sizes in shapes.items():
         if _entries(sizes) > MOST_ENTRIES:
             raise FileError(f"{where}: {printable(name, 60)!r} would have the shape {list(sizes[:8])}")
 

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from anybit.artifact import protobuf_scan
 from anybit.artifact.check import OPSET, bytes_of, check_model, tensors_of
 from anybit.artifact.model import OnnxModel, location, shaped
-from anybit.artifact.quantized_graph import LAYERS
+from anybit.artifact.normalize import all_graphs, as_bytes, names_in, normalize
 from anybit.errors import FileError
 
 Array = npt.NDArray[Any]
@@ -34,8 +34,10 @@ def read_model_file(path: Path) -> OnnxModel:
             protobuf_scan.check_cost(file, size)
         model.proto.ParseFromString(path.read_bytes())
         _load_external(model, path)
+        normalize(model, where=str(path))
         if [o.version for o in model.proto.opset_import if o.domain in ("", "ai.onnx")] != [OPSET]:
             model = _converted(model)
+            as_bytes(model.graph)
         _settle(model)
         _fold_constants(model)
     except FileError:
@@ -46,24 +48,17 @@ def read_model_file(path: Path) -> OnnxModel:
             f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators ({reason})"
         ) from error
     proto = model.proto
-    kept = [entry for entry in proto.opset_import if entry.domain == ""]
-    del proto.opset_import[:]
-    proto.opset_import.extend(kept)
     proto.ir_version = 10
     del proto.metadata_props[:]
     check_model(model, {}, where=str(path))
-    if not any(node.op_type in LAYERS for node in model.graph.node):
-        raise FileError(f"{path}: has no layer to quantize; {', '.join(sorted(LAYERS))} are known")
     return model
 
 
 def _load_external(model: OnnxModel, path: Path) -> None:
     """Take data from other files, if those lie in the model's folder."""
     graph, folder = model.graph, path.parent.resolve()
-    for node in graph.node:
-        if any(a.graphs or a.HasField("g") for a in node.attribute):
-            raise FileError(f"{path}: node {node.name[:60]!r} has a subgraph; control flow is not supported")
-    tensors = [*graph.initializer, *(t for n in graph.node for a in n.attribute for t in tensors_of(a))]
+    tensors = [tensor for inner in all_graphs(graph) for tensor in inner.initializer]
+    tensors += [t for inner in all_graphs(graph) for n in inner.node for a in n.attribute for t in tensors_of(a)]
     files: dict[Path, Array] = {}
     for tensor in tensors:
         if tensor.data_location != TensorProto.EXTERNAL:
@@ -149,7 +144,7 @@ def _fold_constants(model: OnnxModel) -> None:
         held[tensor.name] = model.graph.initializer[-1]
     del model.graph.node[:]
     model.graph.node.extend(kept)
-    used = {name for node in kept for name in node.input} | outputs
+    used = names_in(model.graph) | outputs
     model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])
 
 

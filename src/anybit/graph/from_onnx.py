@@ -112,7 +112,9 @@ def _read(node: NodeProto, graph: Graph, sums: dict[str, NodeProto]) -> list[Nod
     values = [name for name in node.output if name]
     if node.domain not in ("", "ai.onnx"):
         return [_other(node, value) for value in values]
-    new = Node("other", [n for n in node.input if n], values[0], values[0], node, name=node.op_type)
+    if any(a.HasField("g") or a.graphs for a in node.attribute):
+        return [*_inside(node, graph, f"{values[0]}/"), *(_other(node, value) for value in values)]
+    new = Node("other", _used(node), values[0], values[0], node, name=node.op_type)
     reader = _READERS.get(node.op_type)
     if reader is None or not reader(node, new, graph):
         if node.op_type in _LAYERS:
@@ -127,7 +129,34 @@ def _read(node: NodeProto, graph: Graph, sums: dict[str, NodeProto]) -> list[Nod
 
 
 def _other(node: NodeProto, value: str) -> Node:
-    return Node("other", [n for n in node.input if n], value, value, node, name=node.op_type)
+    return Node("other", _used(node), value, value, node, name=node.op_type)
+
+
+def _used(node: NodeProto) -> list[str]:
+    """Return what a node uses, its branches and loop bodies included."""
+    inner = [a.g for a in node.attribute if a.HasField("g")] + [g for a in node.attribute for g in a.graphs]
+    names = [name for name in node.input if name]
+    for graph in inner:
+        own = {name for n in graph.node for name in n.output} | {t.name for t in graph.initializer}
+        own |= {value.name for value in graph.input}
+        found = [name for n in graph.node for name in _used(n)] + [value.name for value in graph.output]
+        names += [name for name in dict.fromkeys(found) if name not in own]
+    return names
+
+
+def _inside(node: NodeProto, graph: Graph, prefix: str) -> list[Node]:
+    """Return the layers inside branches and loops: their weights are rounded, what they are fed stays as it is."""
+    found = []
+    for inner in [n for a in node.attribute for g in (*([a.g] if a.HasField("g") else []), *a.graphs) for n in g.node]:
+        if inner.op_type in _LAYERS and inner.output:
+            new = Node("other", [], prefix + inner.output[0], prefix + inner.output[0], inner, name=inner.op_type)
+            _LAYERS[inner.op_type](inner, new, graph, {})
+            weights = new.weights or [name for name in inner.input[1:2] if name in graph.constants]
+            found.append(
+                Node("inside", [], new.output, new.path, node, axis=new.axis, groups=new.groups, weights=weights)
+            )
+        found += _inside(inner, graph, prefix)
+    return found
 
 
 # Layers

@@ -14,6 +14,7 @@ not know is of the kind "other": it stays in floating point.
     norm      batch norm, with constants
     standard  layer norm, group norm: an output of known mean and spread
     recurrent LSTM, GRU: a loop with weights
+    inside    a layer inside a branch or a loop, of which only the weights matter
     other     anything else
 """
 

@@ -114,12 +114,8 @@ def _nearest(weight: Floats, grid: Grid, spec: QuantSpec, middle: int) -> Whole:
         pieces: Any = [(weight, out, grid.scale, grid.zero)]
     else:
         rows, to = as_rows(weight, spec.axis), as_rows(out, spec.axis)
-        scale, zero = (v.reshape(-1, 1) for v in (grid.scale, grid.zero))
-        several = len(scale) > 1
-        pieces = (
-            (rows[d, a], to[d, a], scale[d] if several else scale, zero[d] if several else zero)
-            for d, a in blocks(*rows.shape)
-        )
+        own = [np.broadcast_to(v.reshape(-1, 1), (len(rows), 1)) for v in (grid.scale, grid.zero)]
+        pieces = [(rows[d, a], to[d, a], *(v[d] for v in own)) for d, a in blocks(*rows.shape)]
     for part, codes, scale, zero in pieces:
         with np.errstate(over="ignore"):
             ratio = part / scale

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -134,13 +135,16 @@ OBSERVERS: dict[str, type[Observer]] = {"min-max": MinMax, "percentile": Percent
 class Calibration:
     """Watches the activations of a plan while somebody runs the network."""
 
-    def __init__(self, plan: Plan, method: str) -> None:
+    def __init__(self, plan: Plan, method: str, *, only: Container[str] | None = None, source: str = "") -> None:
+        """Watch all activations or `only` some; ranges say that they come from `source`, if that is given."""
         if method not in OBSERVERS:
             raise SpecError(f"a calibration method is one of {', '.join(OBSERVERS)}; got {method!r}")
+        self.source = source
         given = "given by the user"
         wanted = [
             a for a in plan.activations if not (a.kind == "input" and a.ranges and a.ranges[0][1].source == given)
         ]
+        wanted = [a for a in wanted if only is None or a.name in only]
         self.plan, self.points = plan, wanted
         self.observers = {a.name: OBSERVERS[method]() for a in wanted}
 
@@ -152,4 +156,6 @@ class Calibration:
     def done(self) -> Plan:
         """Return the plan with the ranges that were found."""
         found = {a.name: tuple(self.observers[a.name].ranges(a).items()) for a in self.points}
+        if self.source:
+            found = {n: tuple((b, replace(r, source=self.source)) for b, r in own) for n, own in found.items()}
         return self.plan.with_ranges(found)

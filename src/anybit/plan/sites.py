@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from anybit.graph.view import Graph, Node, origins
 
-PRODUCTS = ("layer", "product", "recurrent")
+PRODUCTS = ("layer", "product", "recurrent", "inside")
 
 
 @dataclass
@@ -57,8 +57,8 @@ def find_sites(graph: Graph) -> Sites:
 
 def _operands(graph: Graph, node: Node) -> Iterator[tuple[str, int | None]]:
     """Yield what a product multiplies, each with the dimension that survives as output channels, were it a weight."""
-    if node.kind == "recurrent":
-        yield node.inputs[0], None
+    if node.kind in ("recurrent", "inside"):
+        yield from ((value, None) for value in node.inputs[:1])
         yield from ((weight, node.axis) for weight in node.weights)
         return
     for position, operand in enumerate(node.inputs[:2]):

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from anybit.errors import CaptureError
 from anybit.simulate.decompose import decompositions
+from anybit.simulate.recurrent import as_operators, to_built_in
 from anybit.simulate.refusals import describe, reasons
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -100,8 +101,14 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     error: Exception | None = None
     for all_dims in attempts:
         try:
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=_free(args, kwargs, all_dims=all_dims))
-            module: nn.Module = program.run_decompositions(decompositions()).module()
+            with as_operators():
+                program = torch.export.export(
+                    model, args, kwargs, dynamic_shapes=_free(args, kwargs, all_dims=all_dims)
+                )
+                module = program.run_decompositions(decompositions()).module()
+            assert isinstance(module, fx.GraphModule)
+            to_built_in(module.graph)
+            module.recompile()
         except Exception as problem:
             error = error or problem
             continue

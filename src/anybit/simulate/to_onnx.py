@@ -20,7 +20,6 @@ import torch
 from onnx import NodeProto, helper
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
-from torch.utils import _pytree as pytree
 
 from anybit.artifact.check import OPSET
 from anybit.artifact.header import Header
@@ -30,7 +29,8 @@ from anybit.common.provenance import origin
 from anybit.errors import MissingDependency, NetworkError
 from anybit.simulate.modules import Activation, Bias, Weight
 from anybit.simulate.network import QuantizedNetwork
-from anybit.simulate.signature import free_dims
+from anybit.simulate.recurrent import to_operators, translations
+from anybit.simulate.signature import free_dims, output_names
 
 BATCH = "batch"
 """What the free dimension is called in the file."""
@@ -70,9 +70,7 @@ def translate(net: QuantizedNetwork) -> OnnxModel:
     holders = [node for node in net.body.graph.nodes if node.op == "placeholder"]
     body, marked = _marked(net.body)
     model = _translate(body, holders)
-    places = {entry.place for entry in (*net.plan.points, *net.plan.biases)}
-    outputs = _output_names(net.body, len(model.graph.output))
-    _name_outputs(model.proto, [f"{name}_" if name in places else name for name in outputs])
+    _name_outputs(model.proto, output_names(net.body, len(model.graph.output)))
     _tidy(model.proto)
     _take_marks(model.proto, marked)
     return model
@@ -95,6 +93,7 @@ def _marked(body: fx.GraphModule) -> tuple[fx.GraphModule, list[str]]:
             node.replace_all_uses_with(graph.call_function(torch.ops.anybit.mark.default, (source, len(marked) - 1)))
         graph.erase_node(node)
     graph.eliminate_dead_code()
+    to_operators(graph)
     copied = fx.GraphModule(body, graph)
     floats = {p.dtype for p in copied.parameters()} | {b.dtype for b in copied.buffers()}
     if floats & {torch.float64, torch.float16, torch.bfloat16} or _device(copied).type != "cpu":
@@ -134,7 +133,7 @@ def _translate(body: fx.GraphModule, holders: list[fx.Node]) -> OnnxModel:
     example = tuple(_example(node) for node in holders)
     symbolic = [{d for d, n in enumerate(node.meta["val"].shape) if not is_concrete_int(n)} for node in holders]
     free = tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) or None for dims in symbolic)
-    table: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.anybit.mark.default: _mark_in_onnx()}
+    table: dict[Any, Callable[..., Any]] = {torch.ops.anybit.mark.default: _mark_in_onnx(), **translations()}
     with torch.no_grad(), _quietly():
         try:
             program = torch.onnx.export(
@@ -210,17 +209,6 @@ def _quietly() -> Iterator[None]:
 
 
 # From the translator
-
-
-def _output_names(body: fx.GraphModule, count: int) -> list[str]:
-    """Return a name for each output: its key in a dict, or its number."""
-    spec = getattr(getattr(body.graph._codegen, "pytree_info", None), "out_spec", None)
-    if count == 1 and (spec is None or spec.is_leaf()):
-        return ["output"]
-    paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, spec))[0] if spec is not None else []
-    keys = ["_".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) for path, _ in paths]
-    names = [key if not key.isdigit() else f"output_{key}" for key in keys]
-    return names if len(set(names)) == count else [f"output_{i}" for i in range(count)]
 
 
 def _name_outputs(model: onnx.ModelProto, names: list[str]) -> None:

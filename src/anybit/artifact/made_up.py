@@ -1,0 +1,124 @@
+"""Inputs that nobody brought: noise and simple pictures of a size that a network takes, to see where its values lie.
+
+Ranges from such inputs are a guess, and say so. They are far better than none: a file without batch norm tells nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from anybit.errors import DataError
+
+Array = npt.NDArray[Any]
+
+COUNT = 8
+SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((1,), (32,), (512,)),
+    2: ((128,), (512,), (576,), (32,), (2048,)),
+    3: ((100, 100), (160, 160), (32, 32), (512, 512)),
+    4: ((224, 224), (48, 320), (32, 320), (64, 256), (640, 640), (416, 416)),
+}
+"""What free sizes are tried as, by the number of dimensions; the first one is a batch of one."""
+
+TYPES = {
+    "tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64, "tensor(int32)": np.int32,
+    "tensor(uint8)": np.uint8, "tensor(int8)": np.int8, "tensor(bool)": np.bool_,
+}  # fmt: skip
+NUMBERS = (1, 16000)
+"""What a lone whole number is tried as: a flag, or a sampling rate."""
+
+
+def made_up_inputs(
+    engine: Any, *, ids: int, interval: Mapping[str, tuple[float, float]], where: str
+) -> list[dict[str, Array]]:
+    """Return a few inputs that a compiled network takes.
+
+    Args:
+        engine: The network.
+        ids: Whole numbers are drawn below this: the rows of its smallest table.
+        interval: Where floating-point inputs lie, for those of which it is known.
+        where: The file, for errors.
+
+    Raises:
+        DataError: None of the sizes that were tried works.
+    """
+    inputs = engine.get_inputs()
+    if unknown := [value.type for value in inputs if value.type not in TYPES]:
+        raise DataError(f"{where}: inputs of {unknown[0]} cannot be made up; pass calibration inputs")
+    reason = ""
+    for shapes, number in itertools.product(_shapes(inputs), NUMBERS):
+        feeds = [_feed(inputs, shapes, number, ids, interval, np.random.default_rng(seed)) for seed in range(COUNT)]
+        try:
+            engine.run(None, feeds[0])
+        except Exception as error:  # ONNX Runtime has no common base for its exceptions
+            reason = " ".join(str(error).split())[:160]
+            continue
+        return feeds
+    raise DataError(f"{where}: no made-up input runs ({reason}); pass calibration inputs")
+
+
+def _shapes(inputs: list[Any]) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yield sizes for all inputs together: a size that several share is the same everywhere."""
+    most = max((len(value.shape) for value in inputs if any(not isinstance(s, int) for s in value.shape)), default=1)
+    for sizes in SIZES.get(most, ((16, 16),)):
+        known: dict[str, int] = {}
+        shapes = {}
+        for value in inputs:
+            free = iter(itertools.chain(sizes, itertools.repeat(sizes[-1])))
+            shape = []
+            for d, size in enumerate(value.shape):
+                if isinstance(size, int):
+                    shape.append(size)
+                    continue
+                wanted = 1 if d == 0 and len(value.shape) > 1 else next(free)
+                shape.append(known.setdefault(str(size), wanted) if size else wanted)
+            shapes[value.name] = tuple(shape)
+        yield shapes
+
+
+def _feed(
+    inputs: list[Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    number: int,
+    ids: int,
+    interval: Mapping[str, tuple[float, float]],
+    rng: np.random.Generator,
+) -> dict[str, Array]:
+    lengths = [size for shape in shapes.values() for size in shape[1:2]]
+    feed = {}
+    for value in inputs:
+        kind, shape = TYPES[value.type], shapes[value.name]
+        if np.issubdtype(kind, np.floating):
+            array = picture(shape, rng)
+            low, high = interval.get(value.name, (-1.0, 1.0))
+            array = low + (high - low) * array
+        elif int(np.prod(shape)) <= 1:
+            array = np.full(shape, max(lengths, default=1) if "len" in value.name.lower() else number)
+        else:
+            array = rng.integers(0, 2 if kind is np.bool_ else max(ids, 2), shape)
+        feed[value.name] = np.asarray(array, kind)
+    return feed
+
+
+def picture(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Return numbers from 0 to 1: noise over a slope, with bright and dark boxes where there is room for them.
+
+    >>> x = picture((1, 3, 8, 8), np.random.default_rng(0))
+    >>> x.shape, bool((x >= 0).all() and (x <= 1).all())
+    ((1, 3, 8, 8), True)
+    """
+    base = rng.uniform(0, 1) + 0.15 * rng.normal(size=shape)
+    if len(shape) >= 3:
+        rows, columns = shape[-2:]
+        slope = np.linspace(-1, 1, columns) * rng.normal() + np.linspace(-1, 1, rows)[:, None] * rng.normal()
+        base = base + 0.3 * slope
+        for _ in range(12):
+            top, left = rng.integers(0, rows), rng.integers(0, columns)
+            box = np.s_[..., top : top + 1 + rows // 6, left : left + 1 + columns // 10]
+            base[box] = rng.uniform(0, 1)
+    return np.asarray(np.clip(base, 0, 1))

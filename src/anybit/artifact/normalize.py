@@ -1,0 +1,175 @@
+"""Files as they are found in the wild, brought into one form before anything is decided about them.
+
+What ONNX Runtime overlooks is put right here: free sizes written as 0 or -1, nodes out of order, wrong shapes, half
+precision, weights inside of branches and loops. A file that is quantized already is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, numpy_helper
+
+from anybit.artifact.check import subgraphs
+from anybit.artifact.model import OnnxModel
+from anybit.errors import FileError
+
+QUANTIZED = {
+    "QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearConcat",
+    "QLinearAveragePool", "QLinearGlobalAveragePool", "QGemm", "QAttention", "QEmbedLayerNormalization", "ConvInteger",
+    "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "DynamicQuantizeLinear",
+    "MatMulNBits", "QuantizeLinear",
+}  # fmt: skip
+"""Operators of files that are quantized already."""
+
+
+def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield a graph and all graphs inside it: branches and loop bodies."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in subgraphs(attribute):
+                yield from all_graphs(inner)
+
+
+def names_in(graph: onnx.GraphProto) -> set[str]:
+    """Return the names that the nodes of a graph use, also those inside branches and loops."""
+    inner = {value.name for part in all_graphs(graph) if part is not graph for value in part.output}
+    return inner | {name for part in all_graphs(graph) for node in part.node for name in node.input}
+
+
+def captured(node: NodeProto) -> set[str]:
+    """Return the names that a node's branches or loop body use of the graph around them."""
+    found: set[str] = set()
+    for attribute in node.attribute:
+        for graph in subgraphs(attribute):
+            own = {name for part in all_graphs(graph) for n in part.node for name in n.output}
+            own |= {t.name for part in all_graphs(graph) for t in part.initializer}
+            own |= {v.name for part in all_graphs(graph) for v in part.input}
+            found |= names_in(graph) | {v.name for v in graph.output}
+            found -= own
+    return found - {""}
+
+
+def normalize(model: OnnxModel, *, where: str) -> None:
+    """Bring a model into one form."""
+    proto = model.proto
+    refuse_quantized(proto.graph, where=where)
+    for part in all_graphs(proto.graph):
+        del part.value_info[:]
+        del part.quantization_annotation[:]
+    for node in (node for part in all_graphs(proto.graph) for node in part.node):
+        node.domain = "" if node.domain == "ai.onnx" else node.domain
+    entries = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in proto.opset_import}
+    used = {node.domain for part in all_graphs(proto.graph) for node in part.node} | {""}
+    del proto.opset_import[:]
+    proto.opset_import.extend(onnx.helper.make_opsetid(d, v) for d, v in entries.items() if d in used)
+    _free_sizes(proto.graph)
+    _sort(proto.graph)
+    as_bytes(proto.graph)
+    _widen(model)
+    _hoist(proto.graph)
+
+
+def as_bytes(graph: onnx.GraphProto) -> None:
+    """Store all tensors as plain bytes; ONNX knows several ways, and each reader of files would have to."""
+    for part in all_graphs(graph):
+        for tensor in [*part.initializer, *(a.t for n in part.node for a in n.attribute if a.HasField("t"))]:
+            if tensor.data_location != TensorProto.EXTERNAL and not tensor.HasField("raw_data"):
+                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
+
+
+def refuse_quantized(graph: onnx.GraphProto, *, where: str) -> None:
+    """Refuse a file that somebody has quantized before; weights that are only stored as whole numbers are fine."""
+    kinds = {node.op_type for part in all_graphs(graph) for node in part.node}
+    if found := sorted(kinds & QUANTIZED):
+        raise FileError(f"{where}: is quantized already (it has {found[0]}); adopt the file in floating point")
+
+
+def _free_sizes(graph: onnx.GraphProto) -> None:
+    """Give free sizes names; outputs lose their shapes, which are often stale and follow from the rest."""
+    for value in graph.input:
+        for d, dim in enumerate(value.type.tensor_type.shape.dim):
+            if (dim.HasField("dim_value") and dim.dim_value < 1) or (
+                not dim.HasField("dim_value") and not dim.dim_param
+            ):
+                dim.dim_param = f"{value.name}_{d}"
+    for value in graph.output:
+        value.type.tensor_type.ClearField("shape")
+
+
+def _sort(graph: onnx.GraphProto) -> None:
+    """Put nodes behind those that they need."""
+    known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer} | {""}
+    made = {name for node in graph.node for name in node.output}
+    left, ordered = list(graph.node), []
+    while left:
+        ready, waiting = [], []
+        for node in left:
+            needs = {*node.input, *captured(node)} & made
+            (ready if needs <= known else waiting).append(node)
+            if needs <= known:
+                known.update(node.output)
+        if not ready:  # a circle: whoever runs it will say so
+            return
+        ordered += ready
+        left = waiting
+    if [n.output[:] for n in ordered] != [n.output[:] for n in graph.node]:
+        del graph.node[:]
+        graph.node.extend(ordered)
+
+
+def _widen(model: OnnxModel) -> None:
+    """Turn half precision into float32: that is what a master computes in."""
+    half, full = TensorProto.FLOAT16, TensorProto.FLOAT
+    for part in all_graphs(model.graph):
+        for value in [*part.input, *part.output]:
+            if value.type.tensor_type.elem_type == half:
+                value.type.tensor_type.elem_type = full
+        for tensor in part.initializer:
+            if tensor.data_type == half:
+                array = model.array(tensor).astype(np.float32)
+                fresh = (
+                    model.tensor(array, tensor.name)
+                    if part is model.graph
+                    else numpy_helper.from_array(array, tensor.name)
+                )
+                tensor.CopyFrom(fresh)
+        for node in part.node:
+            for attribute in node.attribute:
+                if attribute.name in ("to", "dtype") and attribute.i == half:
+                    attribute.i = full
+                if attribute.HasField("t") and attribute.t.data_type == half:
+                    array = numpy_helper.to_array(attribute.t).astype(np.float32)
+                    attribute.t.CopyFrom(numpy_helper.from_array(array, attribute.t.name))
+
+
+def _hoist(graph: onnx.GraphProto) -> None:
+    """Move the weights of branches and loop bodies into the graph around them, where they can be rounded."""
+    taken = {t.name for t in graph.initializer} | {v.name for v in graph.input}
+    taken |= {name for part in all_graphs(graph) for node in part.node for name in node.output}
+    for count, part in enumerate(list(all_graphs(graph))[1:], 1):
+        constants = {n.output[0]: n.attribute[0].t for n in part.node if n.op_type == "Constant" and _is_weight(n)}
+        moved = {**{t.name: t for t in part.initializer}, **constants}
+        names = {name: name if name not in taken else f"{name}.{count}" for name in moved}
+        for name, tensor in moved.items():
+            own = graph.initializer.add()
+            own.CopyFrom(tensor)
+            own.name = names[name]
+        taken |= set(names.values())
+        kept = [node for node in part.node if node.output[0] not in constants]
+        del part.initializer[:]
+        del part.node[:]
+        part.node.extend(kept)
+        for inner in all_graphs(part):
+            for node in inner.node:
+                node.input[:] = [names.get(name, name) for name in node.input]
+            for value in inner.output:
+                value.name = names.get(value.name, value.name)
+
+
+def _is_weight(node: NodeProto) -> bool:
+    found = node.attribute and node.attribute[0].HasField("t") and node.attribute[0].t
+    return bool(found) and found.data_type == TensorProto.FLOAT and len(found.dims) > 1

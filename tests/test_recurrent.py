@@ -1,0 +1,70 @@
+"""Recurrent cells are one operator, whose length is free, in simulation and in the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybit
+
+CELLS = [
+    (nn.LSTM, {}),
+    (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+    (nn.GRU, {"num_layers": 2, "bias": False}),
+    (nn.GRU, {"bidirectional": True, "batch_first": False}),
+    (nn.RNN, {"nonlinearity": "relu"}),
+]
+
+
+class Tagger(nn.Module):
+    def __init__(self, cell: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        options = {"batch_first": True, **options}
+        self.cell = cell(6, 8, **options)
+        self.head = nn.Linear(16 if options.get("bidirectional") else 8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0])
+
+
+@pytest.mark.parametrize(("cell", "options"), CELLS)
+def test_a_recurrent_network_runs_at_any_length_and_width(
+    cell: type[nn.RNNBase], options: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, x = Tagger(cell, **options).eval(), torch.randn(4, 12, 6)
+    net = anybit.prepare(model, x, calibration=[x])
+    anybit.save(net, tmp_path / "m.onnx")
+    session = anybit.load(tmp_path / "m.onnx")
+    assert session.plan == net.plan
+    matrices = [name for name, p in model.named_parameters() if p.dim() == 2]
+    assert sorted(w.name for w in net.plan.weights) == sorted(matrices)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]
+    assert kinds.count({nn.LSTM: "LSTM", nn.GRU: "GRU", nn.RNN: "RNN"}[cell]) == options.get("num_layers", 1)
+    for shape in ((4, 12, 6), (3, 29, 6)):
+        y = torch.randn(shape)
+        with torch.no_grad():
+            torch.testing.assert_close(net(y), model(y))
+            for bits in (8, 4):
+                net.set_bits(weights=bits, activations=8)
+                session.set_bits(weights=bits, activations=8)
+                want = net(y).numpy()
+                assert np.abs(want - model(y).numpy()).max() > 1e-4  # rounding has happened
+                np.testing.assert_allclose(session.run(y.numpy()), want, atol=1e-5)
+            net.set_bits(weights=32, activations=32)
+
+
+def test_a_cell_trains_through_its_rounded_weights() -> None:
+    torch.manual_seed(0)
+    model, x = Tagger(nn.LSTM).eval(), torch.randn(4, 9, 6)
+    net = anybit.prepare(model, x, calibration=[x]).train()
+    net.set_bits(weights=4, activations=4)
+    net(x).square().mean().backward()
+    grads = {name: weight.grad for name, weight in net.weights.items()}
+    assert all(grad is not None and bool(grad.abs().sum() > 0) for grad in grads.values())
