@@ -15,7 +15,7 @@ from anybit.artifact.master import open_master
 from anybit.artifact.plain import read_plain
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
-from anybit.errors import DataError, FileError, RangeError, SpecError
+from anybit.errors import DataError, FileError, SpecError
 
 X = np.random.default_rng(0).normal(size=(64, 1, 6, 6)).astype(np.float32)
 
@@ -63,7 +63,7 @@ def test_batch_norm_is_folded_and_gives_the_ranges(tmp_path: Path) -> None:
     assert found is not None
     assert found.low == 0.0
     assert found.high == pytest.approx(float((held["beta"] + 6 * np.abs(held["gamma"])).max()))
-    assert found.source == "batch norm"
+    assert found.source == "batch norm normed"
     assert master.header.about["adopted_from"] == "plain.onnx"
     assert master.header.about["who"] == "me"
     assert len(master.plan.biases) == 2
@@ -88,11 +88,13 @@ def test_calibration_sets_ranges_and_low_widths_come_close(tmp_path: Path) -> No
     assert (inputs.low, inputs.high) == (pytest.approx(float(X.min())), pytest.approx(float(X.max())))
 
 
-def test_without_batch_norm_the_values_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RangeError, match="pass calibration inputs") as caught:
-        adopt(plain(tmp_path, MODEL), tmp_path / "m.onnx")
-    assert caught.value.problems == ("relu",)
-    assert not (tmp_path / "m.onnx").exists()
+def test_without_batch_norm_ranges_come_from_made_up_inputs_and_say_so(tmp_path: Path) -> None:
+    plan = adopt(plain(tmp_path, MODEL), tmp_path / "m.onnx")
+    assert load(tmp_path / "m.onnx").plan == plan
+    (relu,) = [a for a in plan.activations if a.kind != "input"]
+    assert relu.name == "relu"
+    assert all("made-up inputs" in r.source for _, r in relu.ranges)
+    assert relu.ranges
 
 
 def test_a_shared_convolution_keeps_its_batch_norm(tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     del model.graph.node[2:]
     model.graph.node[1].CopyFrom(helper.make_node("Relu", ["x_"], ["y"]))
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 1, 6, 6]))
-    with pytest.raises(FileError, match=r"has no layer to quantize"):
+    with pytest.raises(FileError, match=r"has no weight that could be quantized"):
         adopt(plain(tmp_path, model), tmp_path / "m.onnx")
     with pytest.raises(SpecError, match="store"):
         adopt(plain(tmp_path, MODEL), tmp_path / "m.onnx", store="fp8")
@@ -146,12 +148,12 @@ def test_data_in_other_files_is_read_inside_the_folder_and_nowhere_else(tmp_path
             read_plain(inside / "evil.onnx")
 
 
-def test_a_subgraph_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_subgraph_reads_no_file_outside_either(tmp_path: Path) -> None:
     model = copy.deepcopy(MODEL)
     body = helper.make_graph([], "body", [], [], [numpy_helper.from_array(np.ones(2, np.float32), "t")])
     body.initializer[0].data_location = TensorProto.EXTERNAL
     body.initializer[0].external_data.add(key="location", value="../secret.bin")
     model.graph.node.append(helper.make_node("Loop", ["", ""], ["loop"], body=body))
     (tmp_path / "loop.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(FileError, match="has a subgraph"):
+    with pytest.raises(FileError, match="its data lie outside the folder"):
         read_plain(tmp_path / "loop.onnx")
