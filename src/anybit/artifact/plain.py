@@ -102,6 +102,7 @@ def _settle(model: OnnxModel) -> None:
     for value in inputs:
         if value.type.tensor_type.elem_type == TensorProto.FLOAT:
             swap[value.name] = f"{value.name}.input"
+            swap[swap[value.name]] = f"{value.name}.input.inner"  # who has that name already, as masters do
             nodes.append(helper.make_node("Identity", [value.name], [swap[value.name]], name=f"{value.name}/Identity"))
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
@@ -109,9 +110,12 @@ def _settle(model: OnnxModel) -> None:
             tensor.CopyFrom(node.attribute[0].t)
             tensor.name = node.output[0]
             continue
-        node.input[:] = [swap.get(name, name) for name in node.input]
+        for names in (node.input, node.output):
+            names[:] = [swap.get(name, name) for name in names]
         nodes.append(node)
-    model.set_initializers([model.tensor(model.array(tensor), tensor.name) for tensor in graph.initializer])
+    model.set_initializers(
+        [model.tensor(model.array(tensor), swap.get(tensor.name, tensor.name)) for tensor in graph.initializer]
+    )
     del graph.value_info[:]
     del graph.input[:]
     graph.input.extend(inputs)
