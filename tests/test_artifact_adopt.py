@@ -10,12 +10,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from test_artifact_small import MODEL
 
-from anybit.artifact.adopt import adopt, fold_batch_norms, read_plain
+from anybit.artifact.adopt import adopt
 from anybit.artifact.master import open_master
-from anybit.artifact.model import OnnxModel
+from anybit.artifact.plain import read_plain
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
-from anybit.errors import DataError, FileError, RangeError, SpecError
+from anybit.errors import DataError, FileError, SpecError
 
 X = np.random.default_rng(0).normal(size=(64, 1, 6, 6)).astype(np.float32)
 
@@ -57,16 +57,16 @@ def test_batch_norm_is_folded_and_gives_the_ranges(tmp_path: Path) -> None:
     ]  # fmt: skip
     np.testing.assert_allclose(floats(tmp_path / "m.onnx"), floats(path), rtol=1e-4, atol=1e-4)
     held = {t.name: numpy_helper.to_array(t) for t in with_norm().graph.initializer}
-    points = {a.name: a for a in master.header.activations}
+    points = {a.name: a for a in master.plan.activations}
     assert {a.kind for a in points.values()} == {"input", "activation"}
     found = points["relu"].range_at(4)
     assert found is not None
     assert found.low == 0.0
     assert found.high == pytest.approx(float((held["beta"] + 6 * np.abs(held["gamma"])).max()))
-    assert found.source == "batch norm"
+    assert found.source == "batch norm normed"
     assert master.header.about["adopted_from"] == "plain.onnx"
     assert master.header.about["who"] == "me"
-    assert len(master.header.biases) == 2
+    assert len(master.plan.biases) == 2
 
 
 def test_calibration_sets_ranges_and_low_widths_come_close(tmp_path: Path) -> None:
@@ -82,24 +82,29 @@ def test_calibration_sets_ranges_and_low_widths_come_close(tmp_path: Path) -> No
     assert errors[False, 8] < 0.02 < errors[False, 4] < 0.5
     assert errors[False, 8] < errors[False, 6] < errors[False, 4]
     assert errors[True, 4] < errors[False, 4]
-    points = {a.name: a for a in session.master.header.activations}
+    points = {a.name: a for a in session.plan.activations}
     inputs = next(a for a in points.values() if a.kind == "input").range_at(8)
     assert inputs is not None
     assert (inputs.low, inputs.high) == (pytest.approx(float(X.min())), pytest.approx(float(X.max())))
 
 
-def test_without_batch_norm_the_values_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RangeError, match="pass calibration inputs") as caught:
-        adopt(plain(tmp_path, MODEL), tmp_path / "m.onnx")
-    assert caught.value.problems == ("relu",)
-    assert not (tmp_path / "m.onnx").exists()
+def test_without_batch_norm_ranges_come_from_made_up_inputs_and_say_so(tmp_path: Path) -> None:
+    plan = adopt(plain(tmp_path, MODEL), tmp_path / "m.onnx")
+    assert load(tmp_path / "m.onnx").plan == plan
+    (relu,) = [a for a in plan.activations if a.kind != "input"]
+    assert relu.name == "relu"
+    assert all("made-up inputs" in r.source for _, r in relu.ranges)
+    assert relu.ranges
 
 
-def test_a_shared_convolution_keeps_its_batch_norm() -> None:
+def test_a_shared_convolution_keeps_its_batch_norm(tmp_path: Path) -> None:
     model = with_norm()
-    model.graph.output.append(helper.make_tensor_value_info("conv", TensorProto.FLOAT, None))
-    fold_batch_norms(OnnxModel(model))
-    assert "BatchNormalization" in [node.op_type for node in model.graph.node]
+    model.graph.output.append(helper.make_tensor_value_info("conv", TensorProto.FLOAT, ["batch", 4, 4, 4]))
+    path = plain(tmp_path, model)
+    adopt(path, tmp_path / "m.onnx", calibration=[{"x": X}])
+    kept = open_master(tmp_path / "m.onnx").graph
+    assert "BatchNormalization" in [node.op_type for node in kept.graph.node]
+    np.testing.assert_allclose(floats(tmp_path / "m.onnx"), floats(path), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
@@ -111,7 +116,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     del model.graph.node[2:]
     model.graph.node[1].CopyFrom(helper.make_node("Relu", ["x_"], ["y"]))
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 1, 6, 6]))
-    with pytest.raises(FileError, match=r"has no layer to quantize"):
+    with pytest.raises(FileError, match=r"has no weight that could be quantized"):
         adopt(plain(tmp_path, model), tmp_path / "m.onnx")
     with pytest.raises(SpecError, match="store"):
         adopt(plain(tmp_path, MODEL), tmp_path / "m.onnx", store="fp8")
@@ -143,12 +148,12 @@ def test_data_in_other_files_is_read_inside_the_folder_and_nowhere_else(tmp_path
             read_plain(inside / "evil.onnx")
 
 
-def test_a_subgraph_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_subgraph_reads_no_file_outside_either(tmp_path: Path) -> None:
     model = copy.deepcopy(MODEL)
     body = helper.make_graph([], "body", [], [], [numpy_helper.from_array(np.ones(2, np.float32), "t")])
     body.initializer[0].data_location = TensorProto.EXTERNAL
     body.initializer[0].external_data.add(key="location", value="../secret.bin")
     model.graph.node.append(helper.make_node("Loop", ["", ""], ["loop"], body=body))
     (tmp_path / "loop.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(FileError, match="has a subgraph"):
+    with pytest.raises(FileError, match="its data lie outside the folder"):
         read_plain(tmp_path / "loop.onnx")

@@ -212,11 +212,11 @@ def test_adopt_from_pictures_and_from_batch_norm(pictures: Path, tmp_path: Path)
     call(adopt, tmp_path / "other.onnx", "--out", tmp_path / "a.onnx", "--calibrate", pictures, "--mean", "0.5")
     first = open_master(tmp_path / "a.onnx").header
     assert first.about["input"] == {"mean": [0.5], "std": [1.0]}
-    assert all("calibration" in r.source for a in first.activations for _, r in a.ranges)
+    assert all("calibration" in r.source for a in first.plan.activations for _, r in a.ranges)
     call(adopt, tmp_path / "other.onnx", "--out", tmp_path / "b.onnx", "--store", "int8")
     second = open_master(tmp_path / "b.onnx").header
     assert second.store == "int8"
-    assert [r.source for a in second.activations for _, r in a.ranges] == ["batch norm"]
+    assert [r.source for a in second.plan.activations for _, r in a.ranges] == ["batch norm normed"]
     for text in ("x", "1 2", ""):
         with pytest.raises(SpecError, match="one number or three"):
             numbers(text, "mean")

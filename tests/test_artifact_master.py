@@ -13,49 +13,64 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from anybit.artifact.format import DIGEST, KEY, Activation, Bias, Header, Weight, read_header, write_header
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from test_artifact_small import HEADER, MODEL, header_with, packed, small_master, write
+from test_artifact_small import HEADER, MODEL, header_with, packed, small_master, with_weights, write
 
-from anybit.artifact import protobuf_scan as wire
+from anybit.artifact import protobuf_scan
+from anybit.artifact.header import DIGEST, KEY, Header, read_header, write_header
 from anybit.artifact.master import open_master, write_master
 from anybit.artifact.runtime import onnxruntime
 from anybit.errors import FileError, SpecError
+from anybit.plan.points import Activation, Bias, Left, Plan, Weight
 from anybit.spec import Bits, Range
 
 # The header
 
 
 ranges = st.tuples(st.floats(-1e6, 0), st.floats(0, 1e6), st.text(max_size=5)).map(lambda t: Range(*t))
+names = st.text(max_size=4)
+sizes = st.lists(st.none() | st.integers(0, 9) | st.text(max_size=3), max_size=4).map(tuple)
+floors = st.sampled_from([2, 8, 32])
 weights = st.builds(
-    Weight, st.text(), st.text(), st.none() | st.integers(0, 3), st.booleans(), st.sampled_from([2, 8, 32]),
-    st.booleans(), st.booleans(), st.integers(0, 3), st.integers(1, 9),
+    Weight, names, names, st.lists(st.integers(0, 9), max_size=4).map(tuple), st.none() | st.integers(0, 3),
+    st.booleans(), floors, st.booleans(), st.booleans(), st.integers(0, 3), st.integers(1, 9),
 )  # fmt: skip
 activations = st.builds(
-    Activation, st.text(), st.sampled_from(["activation", "input", "accumulator"]), st.text(),
-    st.dictionaries(st.sampled_from([2, 4, 8, 32]), ranges).map(lambda d: tuple(d.items())), st.booleans(),
-    st.sampled_from([2, 8, 32]),
+    Activation, names, st.sampled_from(["activation", "input", "accumulator"]), names, sizes,
+    st.dictionaries(st.sampled_from([2, 4, 8, 32]), ranges).map(lambda d: tuple(d.items())), st.booleans(), floors,
 )  # fmt: skip
-biases = st.builds(
-    Bias, st.text(), st.text(), st.none() | st.text(), st.none() | st.lists(st.floats(-1e9, 1e9)).map(tuple),
-    st.integers(1, 9), st.booleans(),
-)  # fmt: skip
+means = st.none() | st.lists(st.floats(-1e9, 1e9)).map(tuple)
+lefts = st.builds(Left, names, names)
 
 
-@given(st.lists(weights, max_size=4), st.lists(activations, max_size=4), st.lists(biases, max_size=3))
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Return any plan: points and biases of different names, biases of weights that are there."""
+    points = draw(st.lists(weights | activations, max_size=6, unique_by=lambda p: p.name))
+    layers, inputs = ([p.name for p in points if isinstance(p, kind)] for kind in (Weight, Activation))
+    taken = {p.name for p in points}
+    biases = st.builds(
+        Bias, names.filter(lambda n: n not in taken), st.sampled_from(layers or [""]), st.sampled_from(["", *inputs]),
+        names, means,
+    )  # fmt: skip
+    found = draw(st.lists(biases, max_size=3, unique_by=lambda b: b.name)) if layers else []
+    return Plan(tuple(points), tuple(found), tuple(draw(st.lists(lefts, max_size=2))))
+
+
+@given(plans())
 @settings(max_examples=150, deadline=None)
-def test_a_header_comes_back_as_it_was(w: list[Weight], a: list[Activation], b: list[Bias]) -> None:
+def test_a_header_comes_back_as_it_was(plan: Plan) -> None:
     try:
-        header = Header(tuple(w), tuple(a), tuple(b), "fp16", {"λ": [1, {"x": None}]})
+        header = Header(plan, "fp16", {"λ": [1, {"x": None}]})
     except SpecError:
-        return  # two entries with one name
+        return  # two points at one place
     assert read_header(write_header(header), where="f") == header
 
 
 def changed(path: str, value: Any) -> str:
-    """Return the small master's header with one field replaced; `path` is like `activations.0.ranges`."""
+    """Return the small master's header with one field replaced; `path` is like `plan.points.0.ranges`."""
     values = json.loads(write_header(HEADER))
     *way, last = [int(word) if word.isdigit() else word for word in path.split(".")]
     spot = values
@@ -71,9 +86,11 @@ def changed(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("version", 3, "version is 3, this anybit reads up to 2; update"),
-        ("version", 2, "field 'data' is missing"),
-        ("data", {"file": "x", "bytes": 1, "sha256": "0" * 64}, "unknown field 'data'"),
+        ("version", 4, "version is 4, this anybit reads up to 3; update"),
+        ("version", 2, "unknown field 'plan'"),
+        ("version", 0, "version must be a whole number from 1 on"),
+        ("data", {"file": "x", "bytes": 1}, "data: field 'sha256' is missing"),
+        ("data", {"file": "x", "bytes": 1, "sha256": "0" * 64}, "its second file x is missing"),
         ("version", "1", "version must be a whole number"),
         ("version", True, "version must be a whole number"),
         ("version", ..., "version must be a whole number"),
@@ -82,37 +99,48 @@ def changed(path: str, value: Any) -> str:
         ("about", [], "about must be a JSON object"),
         ("about", ..., "field 'about' is missing"),
         ("more", 1, "unknown field 'more'"),
-        ("weights", {}, "weights must be a list"),
-        ("weights.0", 3, r"weights\[0\] must be a JSON object"),
-        ("weights.0.tensor", ..., r"weights\[0\]: field 'tensor' is missing"),
-        ("weights.0.tensor", 3, r"weights\[0\].tensor must be a text"),
-        ("weights.0.symmetric", 1, r"weights\[0\].symmetric must be true or false"),
-        ("weights.0.axis", -1, r"weights\[0\].axis must be a whole number from 0 on"),
-        ("weights.0.axis", 9, r"weights\[0\].axis: must be 0 to 3, got 9"),
-        ("weights.0.groups", 0, r"weights\[0\].groups must be a whole number from 1 on"),
-        ("weights.0.floor", 33, r"weights\[0\].floor: bits must be 2 to 16"),
-        ("weights.0.color", "red", r"weights\[0\]: unknown field 'color'"),
-        ("weights.0.tensor", "gone", r"weights\[0\].tensor: the graph holds no tensor 'gone'"),
-        ("weights.1.tensor", "a.weight", "tensor 'a.weight' is listed twice"),
-        ("weights.1.name", "a.weight", "name 'a.weight' is listed twice"),
-        ("activations.1.value", "gone", r"activations\[1\].value: no node makes 'gone'"),
-        ("activations.1.value", "x_", "the value 'x_' is listed twice"),
-        ("activations.1.kind", "input layer", "kind must be one of"),
-        ("activations.1.ranges", [[32, 1.0, -1.0, ""]], r"activations\[1\].ranges: a range goes from low to high"),
-        ("activations.1.ranges", [[32, 0.0, float("nan"), ""]], r"activations\[1\].ranges must be a list of"),
-        ("activations.1.ranges", [[32, 0.0, float("inf"), ""]], r"activations\[1\].ranges must be a list of"),
-        ("activations.1.ranges", [[32, 0.0, 10**400, ""]], r"activations\[1\].ranges must be a list of"),
-        ("activations.1.ranges", [[32, 0.0]], r"activations\[1\].ranges must be a list of"),
-        ("activations.1.ranges", [[1, 0.0, 1.0, ""]], r"activations\[1\].ranges: bits must be 2 to 16"),
-        ("activations.1.ranges", [[4, 0.0, 1.0, ""]] * 2, r"activations\[1\].ranges: a width is listed twice"),
-        ("biases.0.tensor", "gone", r"biases\[0\].tensor: 'gone' must be a tensor of the graph with 4 numbers"),
-        ("biases.0.tensor", "b.bias", "the tensor 'b.bias' is listed twice"),
-        ("biases.0.weight", "b.weight", r"biases\[0\].tensor: 'a.bias' must be a tensor of the graph with 3 numbers"),
-        ("biases.0.weight", "gone", r"biases\[0\].weight: 'gone' is not the tensor of a layer's weight"),
-        ("biases.0.value", "gone", r"biases\[0\].value: 'gone' is not the value of an activation"),
-        ("biases.0.groups", 3, r"biases\[0\].groups: 3 does not divide"),
-        ("biases.0.mean", [1.0, 2.0], r"biases\[0\].mean: must be 1 numbers, got 2"),
-        ("biases.0.mean", [None], r"biases\[0\].mean must be a list of finite numbers"),
+        ("plan", [], "plan: a plan must be a JSON object"),
+        ("plan.more", 1, "plan: unknown field 'more'"),
+        ("plan.left", ..., "plan: field 'left' is missing"),
+        ("plan.left", [{"name": "q"}], r"left\[0\]: field 'reason' is missing"),
+        ("plan.points", {}, "points must be a list"),
+        ("plan.points.1", 3, r"points\[1\] must be a JSON object"),
+        ("plan.points.1.name", ..., r"points\[1\]: field 'name' is missing"),
+        ("plan.points.1.tensor", 3, r"points\[1\].tensor must be a text"),
+        ("plan.points.1.symmetric", 1, r"points\[1\].symmetric must be true or false"),
+        ("plan.points.1.axis", -1, r"points\[1\].axis must be a whole number from 0 on"),
+        ("plan.points.1.axis", 9, r"weight 'a.weight'.axis: must be 0 to 3, got 9"),
+        ("plan.points.1.channels", 9, r"weight 'a.weight'.channels: must be 0 to 3, got 9"),
+        ("plan.points.1.shape", [4, 1, 3], r"shape is \[4, 1, 3\] in the header, and \[4, 1, 3, 3\] in the graph"),
+        ("plan.points.1.shape", [-1], r"points\[1\].shape must be a list of sizes"),
+        ("plan.points.1.groups", 0, r"points\[1\].groups must be a whole number from 1 on"),
+        ("plan.points.1.floor", 33, r"points\[1\].floor: bits must be 2 to 16"),
+        ("plan.points.1.color", "red", r"points\[1\]: unknown field 'color'"),
+        ("plan.points.1.tensor", "gone", r"weight 'a.weight'.tensor: the graph holds no tensor 'gone'"),
+        ("plan.points.3.tensor", "a.weight", "tensor or value 'a.weight' is listed twice"),
+        ("plan.points.3.name", "a.weight", "name 'a.weight' is listed twice"),
+        ("plan.points.2.value", "gone", r"activation 'relu': no node makes 'gone'"),
+        ("plan.points.2.value", "x_", "the tensor or value 'x_' is listed twice"),
+        ("plan.points.2.kind", "input layer", "kind must be one of"),
+        ("plan.points.2.kind", "weight", r"points\[2\]: unknown field 'ranges'"),
+        ("plan.points.2.kind", ..., r"points\[2\]: field 'kind' is missing"),
+        ("plan.points.2.ranges", [[32, 1.0, -1.0, ""]], r"points\[2\].ranges: a range goes from low to high"),
+        ("plan.points.2.ranges", [[32, 0.0, float("nan"), ""]], r"points\[2\].ranges must be a list of"),
+        ("plan.points.2.ranges", [[32, 0.0, float("inf"), ""]], r"points\[2\].ranges must be a list of"),
+        ("plan.points.2.ranges", [[32, 0.0, 10**400, ""]], r"points\[2\].ranges must be a list of"),
+        ("plan.points.2.ranges", [[32, 0.0]], r"points\[2\].ranges must be a list of"),
+        ("plan.points.2.ranges", [[1, 0.0, 1.0, ""]], r"points\[2\].ranges: bits must be 2 to 16"),
+        ("plan.points.2.ranges", [[4, 0.0, 1.0, ""]] * 2, r"points\[2\].ranges: a width is listed twice"),
+        ("plan.biases.0.tensor", "gone", r"biases\[0\].tensor: 'gone' must be a tensor of the graph with 4 numbers"),
+        ("plan.biases.0.name", "b.bias", "the name 'b.bias' is listed twice"),
+        ("plan.biases.0.tensor", "b.bias", r"'b.bias' is listed twice"),
+        ("plan.biases.0.weight", "b.weight", r"'a.bias' must be a tensor of the graph with 3 numbers"),
+        ("plan.biases.0.weight", "gone", r"biases\[0\].weight: 'gone' is not the name of a weight"),
+        ("plan.biases.0.input", "gone", r"biases\[0\].input: 'gone' is not the name of an activation"),
+        ("plan.biases.0.input", "b.weight", r"biases\[0\].input: 'b.weight' is not the name of an activation"),
+        ("plan.points.1.groups", 3, r"biases\[0\].weight: 3 groups do not divide"),
+        ("plan.biases.0.mean", [1.0, 2.0], r"biases\[0\].mean: must be 1 numbers, got 2"),
+        ("plan.biases.0.mean", [None], r"biases\[0\].mean must be a list of finite numbers"),
     ],
 )
 def test_a_wrong_field_is_named(path: str, value: Any, message: str, tmp_path: Path) -> None:
@@ -132,24 +160,27 @@ def test_a_header_that_is_no_header(text: str, tmp_path: Path) -> None:
 
 
 def test_widths_follow_bits_floors_ranges_and_patterns() -> None:
-    header = Header(
-        (Weight("a.weight", "a"), Weight("b.weight", "b", floor=8), Weight("c.weight", "c", floor=32)),
+    low = Range(0.0, 1.0, "")
+    plan = Plan(
         (
-            Activation("x", "input", "x", ((32, Range(0.0, 1.0, "")),), floor=8),
-            Activation("y", "activation", "y", ((32, Range(0.0, 1.0, "")),)),
-            Activation("z", "activation", "z"),
-            Activation("v", "activation", "v", ((4, Range(0.0, 1.0, "")),)),
+            Weight("a.weight"),
+            Weight("b.weight", floor=8),
+            Weight("c.weight", floor=32),
+            Activation("x", "input", ranges=((32, low),), floor=8),
+            Activation("y", "activation", ranges=((32, low),)),
+            Activation("z", "activation"),
+            Activation("v", "activation", ranges=((4, low),)),
         ),
     )
     want = {"a.weight": 4, "b.weight": 8, "c.weight": 32, "x": 8, "y": 5, "z": 32, "v": 32}
-    assert header.widths(Bits(4, 5)) == want
-    assert header.widths(Bits(4, 4))["v"] == 4
-    got = header.widths(Bits(4, 4), {"*": (6, 6), "a": (3, 3), "y": (2, 2)})
+    assert plan.widths(Bits(4, 5)) == want
+    assert plan.widths(Bits(4, 4))["v"] == 4
+    got = plan.widths(Bits(4, 4), {"*": (6, 6), "a": (3, 3), "y": (2, 2)})
     assert got == {"a.weight": 3, "b.weight": 8, "c.weight": 32, "x": 8, "y": 2, "z": 32, "v": 32}
     with pytest.raises(SpecError, match="no point matches the pattern 'q'"):
-        header.widths(Bits(4, 4), {"q": (2, 2)})
+        plan.widths(Bits(4, 4), {"q": (2, 2)})
     with pytest.raises(SpecError, match=r"pair \(weights, activations\)"):
-        header.widths(Bits(4, 4), {"a": 2})  # type: ignore[dict-item]
+        plan.widths(Bits(4, 4), {"a": 2})  # type: ignore[dict-item]
 
 
 # The file
@@ -172,8 +203,7 @@ def test_a_master_comes_back_bit_for_bit(tmp_path: Path) -> None:
 def test_weights_can_be_stored_in_fewer_bytes(
     store: str, size: float, most: float, symmetric: bool, axis: int | None, tmp_path: Path
 ) -> None:
-    entries = tuple(Weight(w.name, w.tensor, axis, symmetric) for w in HEADER.weights)
-    header = header_with(store=store, weights=entries)
+    header = header_with(store=store, points=with_weights(axis=axis, symmetric=symmetric))
     write_master(tmp_path / "m.onnx", MODEL, header)
     master, exact = open_master(tmp_path / "m.onnx"), open_master(small_master(tmp_path / "full"))
     for name, array in master.weights.items():
@@ -205,7 +235,7 @@ def test_what_cannot_be_opened_again_is_not_written(tmp_path: Path) -> None:
     replace_tensor(model, "a.weight", np.full((4, 1, 3, 3), np.nan, np.float32))
     small_master(tmp_path)
     before = (tmp_path / "small.onnx").read_bytes()
-    with pytest.raises(FileError, match=r"small\.onnx: weights\[0\]: tensor 'a\.weight': has NaN"):
+    with pytest.raises(FileError, match=r"small\.onnx: weight 'a\.weight': tensor 'a\.weight': has NaN"):
         write_master(tmp_path / "small.onnx", model, HEADER)
     assert [path.name for path in tmp_path.iterdir()] == ["small.onnx"]
     assert (tmp_path / "small.onnx").read_bytes() == before
@@ -357,10 +387,10 @@ def test_no_file_a_folder_an_empty_file_a_pipe_and_another_onnx_file(tmp_path: P
 def test_two_graphs_in_one_file_are_refused(tmp_path: Path) -> None:
     data = small_master(tmp_path).read_bytes()
     graph = MODEL.graph.SerializeToString()
-    (tmp_path / "two.onnx").write_bytes(data + b"\x3a" + wire.varint(len(graph)) + graph)
+    (tmp_path / "two.onnx").write_bytes(data + b"\x3a" + protobuf_scan.varint(len(graph)) + graph)
     with pytest.raises(FileError, match="must hold one graph"):
         open_master(tmp_path / "two.onnx")
-    (tmp_path / "twice.onnx").write_bytes(data + wire.entry(KEY, "{}"))
+    (tmp_path / "twice.onnx").write_bytes(data + protobuf_scan.entry(KEY, "{}"))
     with pytest.raises(FileError, match="metadata 'anybit' is there twice"):
         open_master(tmp_path / "twice.onnx")
     (tmp_path / "none.onnx").write_bytes(packed(HEADER).replace(DIGEST.encode(), b"anybit.digesT"))
@@ -379,7 +409,7 @@ def test_other_tools_may_add_metadata_of_their_own(tmp_path: Path) -> None:
 def test_a_huge_file_that_is_no_master_costs_neither_time_nor_memory(tmp_path: Path) -> None:
     file = tmp_path / "huge.onnx"
     with file.open("wb") as stream:
-        stream.write(b"\x3a" + wire.varint(2**30))
+        stream.write(b"\x3a" + protobuf_scan.varint(2**30))
         stream.truncate(2**30 + 6)  # a hole: no bytes on disk
     code = f"""
 import resource, sys
@@ -405,8 +435,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     try:
-        fields = wire.scan(io.BytesIO(data), len(data))
-        wire.metadata(io.BytesIO(data), fields)
+        fields = protobuf_scan.scan(io.BytesIO(data), len(data))
+        protobuf_scan.metadata(io.BytesIO(data), fields)
     except ValueError:
         return
     assert all(field.is_number or field.end <= len(data) for field in fields)
@@ -415,7 +445,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 @given(st.lists(st.tuples(st.text(), st.text()), max_size=5, unique_by=lambda pair: pair[0]))
 @settings(max_examples=100, deadline=None)
 def test_metadata_entries_are_those_of_protobuf(pairs: list[tuple[str, str]]) -> None:
-    data = MODEL.SerializeToString() + b"".join(wire.entry(key, value) for key, value in pairs)
+    data = MODEL.SerializeToString() + b"".join(protobuf_scan.entry(key, value) for key, value in pairs)
     model = onnx.load_model_from_string(data)
     assert [(entry.key, entry.value) for entry in model.metadata_props] == pairs
-    assert wire.metadata(io.BytesIO(data), wire.scan(io.BytesIO(data), len(data))) == dict(pairs)
+    assert protobuf_scan.metadata(io.BytesIO(data), protobuf_scan.scan(io.BytesIO(data), len(data))) == dict(pairs)

@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from anybit.artifact.requantize import activation_grid, requantize
-from anybit.quant.points import ActivationPoint
 from cases import CASES
 from onnx import TensorProto, helper
-from test_artifact_lower import arrays, by_name, saved
+from test_artifact_session import at
+from test_to_onnx import arrays, by_name, saved
 from torch import nn
 
 import anybit
@@ -28,6 +27,7 @@ from anybit.artifact.master import open_master
 from anybit.artifact.runtime import compile_model
 from anybit.artifact.session import load
 from anybit.data import load_dataset
+from anybit.simulate.modules import Activation, executors
 from anybit.spec import Bits
 
 Array = np.ndarray[Any, Any]
@@ -118,10 +118,9 @@ def large(x: torch.Tensor) -> torch.Tensor:
 def test_what_differs_starts_with_a_code_on_the_border() -> None:
     case, net, path = saved("resnet18")
     master = open_master(path)
-    widths = master.header.widths(Bits(8, 8))
-    model, exact = requantize(master, widths, packed=False)
+    model, exact = at(master, Bits(8, 8))
     makers = {value: node for node in model.graph.node for value in node.output}
-    codes = {a.name: makers[a.value].input[0] for a in master.header.activations}
+    codes = {a.name: makers[a.place].input[0] for a in master.plan.activations}
     model.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.UINT8, None) for name in codes.values())
     engine = compile_model(model, exact=exact, threads=1, where=str(path))
     n = 200
@@ -129,9 +128,11 @@ def test_what_differs_starts_with_a_code_on_the_border() -> None:
     got = dict(zip((value.name for value in engine.get_outputs()), engine.run(None, feed), strict=True))
     seen: dict[str, Any] = {}
     hooks = [
-        point.register_forward_pre_hook(lambda module, args: seen.__setitem__(module.name, args[0].numpy().copy()))
-        for point in net.points
-        if isinstance(point, ActivationPoint)
+        module.register_forward_pre_hook(
+            lambda module, args: seen.__setitem__(module.point.name, args[0].numpy().copy())
+        )
+        for module in executors(net.body).values()
+        if isinstance(module, Activation)
     ]
     net.set_bits(weights=8, activations=8)
     with torch.no_grad():
@@ -139,8 +140,8 @@ def test_what_differs_starts_with_a_code_on_the_border() -> None:
     for hook in hooks:
         hook.remove()
     differed, checked = np.zeros(n, bool), 0
-    for point in master.header.activations:
-        grid = activation_grid(point, 8)
+    for point in master.plan.activations:
+        grid = point.grid(8)
         ratio = seen[point.name] / grid.scale
         offset = 128 if grid.low < 0 else 0
         steps = got[codes[point.name]].astype(int) - np.clip(np.rint(ratio), grid.low, grid.high).astype(int) - offset

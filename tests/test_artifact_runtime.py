@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from anybit.artifact.requantize import requantize
-from test_artifact_lower import arrays, saved
-from test_artifact_session import optimized
+from test_artifact_session import at, optimized
+from test_to_onnx import arrays, saved
 
 from anybit.artifact.export import NOTE, export
 from anybit.artifact.master import open_master
@@ -33,8 +32,8 @@ def test_every_convolution_and_matrix_product_runs_on_integers(
     kinds = Counter(node.op_type for node in master.graph.graph.node)
     for bits in (Bits(8, 8), Bits(4, 8), Bits(4, 4), Bits(2, 3)):
         for packed in (False, True):
-            model, _ = requantize(master, master.header.widths(bits), packed=packed)
-            onnx.checker.check_model(model.model, full_check=True)
+            model, _ = at(master, bits, packed=packed)
+            onnx.checker.check_model(model.proto, full_check=True)
             found = optimized(model, tmp_path)
             assert found["QLinearConv"] == kinds["Conv"] > 0, (bits, found)
             assert found["QGemm"] == kinds["Gemm"] > 0, (bits, found)

@@ -5,27 +5,30 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from anybit.artifact.codes import encode, pack_int4
-from anybit.artifact.format import Activation, Weight
-from anybit.artifact.requantize import requantize
-from anybit.rounding.grid import dequantize, make_grid, min_max, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, numpy_helper
-from test_artifact_small import HEADER, MODEL, header_with, small_master
+from test_artifact_small import MODEL, PLAN, header_with, small_master, with_weights
 
 from anybit.artifact.export import NOTE, export
-from anybit.artifact.master import open_master, write_master
+from anybit.artifact.master import Master, open_master, write_master
+from anybit.artifact.model import OnnxModel
+from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import EXACT, onnxruntime
 from anybit.artifact.session import Session, load
+from anybit.artifact.weight_nodes import pack_int4, transposed, unsigned, with_one_zero
 from anybit.errors import DataError, FileError, SpecError
+from anybit.plan.codes import encode
+from anybit.plan.grid import dequantize, min_max, quantize, weight_grid
+from anybit.plan.points import Activation, Weight
 from anybit.spec import Bits, Range
 
 X = np.random.default_rng(0).normal(size=(16, 1, 6, 6)).astype(np.float32)
@@ -40,15 +43,15 @@ X = np.random.default_rng(0).normal(size=(16, 1, 6, 6)).astype(np.float32)
 @settings(max_examples=300, deadline=None)
 def test_codes_stand_for_the_values_of_the_grid(w: Any, bits: int, symmetric: bool, axis: int | None) -> None:
     axis = None if axis is None else axis % w.ndim
-    how = Weight("w", "w", axis, symmetric)
-    grid = make_grid(*min_max(w, axis), how.spec(bits))
-    want = dequantize(quantize(w, *grid), grid.scale, grid.zero)
+    how = Weight("w", axis=axis, symmetric=symmetric)
+    grid = weight_grid(*min_max(w, axis), how.spec(bits))
+    want = dequantize(quantize(w, grid), grid)
     codes = encode(w, how, bits)
-    for form in (codes, codes.with_one_zero(), codes.unsigned(), codes.with_one_zero().unsigned()):
+    for form in (codes, with_one_zero(codes), unsigned(codes), unsigned(with_one_zero(codes))):
         np.testing.assert_array_equal(form.dequantized(), want)
-    turned = codes.transposed(tuple(range(w.ndim))[::-1])
+    turned = transposed(codes, tuple(range(w.ndim))[::-1])
     np.testing.assert_array_equal(turned.dequantized(), want.T)
-    assert len(set(codes.with_one_zero().zero.reshape(-1).tolist())) == 1 or bits > 8 or axis is None
+    assert len(set(with_one_zero(codes).zero.reshape(-1).tolist())) == 1 or bits > 8 or axis is None
     assert codes.values.itemsize == (1 if bits <= 8 else 2)
 
 
@@ -62,20 +65,24 @@ def test_packed_codes_are_what_onnx_reads(values: Any) -> None:
 # What ONNX Runtime makes of it
 
 
-def optimized(bundle: Bundle, folder: Path) -> Counter[str]:
+def at(master: Master, bits: Bits, *, packed: bool = False) -> tuple[OnnxModel, bool]:
+    return quantized_graph(master, master.plan.at(bits, tensors=master.tensors), packed=packed)
+
+
+def optimized(model: OnnxModel, folder: Path) -> Counter[str]:
     """Return the operators that are left when ONNX Runtime has fused what it can."""
     ort = onnxruntime()
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(folder / "optimized.onnx")
     options.log_severity_level = 3
-    ort.InferenceSession(bundle.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    ort.InferenceSession(model.proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return Counter(node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node)
 
 
 def test_a_weight_in_floating_point_is_not_rounded_behind_ones_back(tmp_path: Path) -> None:
     master = open_master(small_master(tmp_path))
     for bits in (Bits(32, 8), Bits(32, 4)):
-        model, exact = requantize(master, master.header.widths(bits), packed=True)
+        model, exact = at(master, bits, packed=True)
         found = optimized(model, tmp_path)
         assert "QLinearConv" not in found
         assert not exact
@@ -84,20 +91,20 @@ def test_a_weight_in_floating_point_is_not_rounded_behind_ones_back(tmp_path: Pa
 def test_exact_sums_are_asked_for_where_they_could_overflow(tmp_path: Path) -> None:
     master = open_master(small_master(tmp_path))
     for bits, want in {(8, 8): True, (7, 8): False, (4, 8): False, (8, 32): False, (32, 8): False}.items():
-        assert requantize(master, master.header.widths(Bits(*bits)), packed=False)[1] is want
-    narrow = header_with(activations=(HEADER.activations[1],), biases=HEADER.biases[1:])
+        assert at(master, Bits(*bits))[1] is want
+    narrow = header_with(points=PLAN.points[1:], biases=(replace(PLAN.biases[0], input=""), PLAN.biases[1]))
     write_master(tmp_path / "narrow.onnx", MODEL, narrow)
     master = open_master(tmp_path / "narrow.onnx")
-    assert requantize(master, master.header.widths(Bits(8, 8)), packed=False)[1]
-    assert not requantize(master, master.header.widths(Bits(8, 6)), packed=False)[1]
+    assert at(master, Bits(8, 8))[1]
+    assert not at(master, Bits(8, 6))[1]
 
 
 def test_a_function_is_left_out_only_where_the_grid_does_the_same(tmp_path: Path) -> None:
     for low, left in ((0.0, 0), (-9.0, 1)):  # a grid with negative codes does not cut them off
-        relu = Activation("relu", "activation", "relu", ((32, Range(low, 9.0, "")),))
-        write_master(tmp_path / "m.onnx", MODEL, header_with(activations=(HEADER.activations[0], relu)))
+        plan = PLAN.with_ranges({"relu": ((32, Range(low, 9.0, "")),)})
+        write_master(tmp_path / "m.onnx", MODEL, header_with(points=plan.points))
         master = open_master(tmp_path / "m.onnx")
-        model, _ = requantize(master, master.header.widths(Bits(8, 8)), packed=False)
+        model, _ = at(master, Bits(8, 8))
         assert [node.op_type for node in model.graph.node].count("Relu") == left
 
 
@@ -243,9 +250,9 @@ def test_each_run_sees_one_width_whole_whoever_switches(tmp_path: Path) -> None:
 def test_a_graph_that_onnx_runtime_refuses_names_the_file(tmp_path: Path) -> None:
     model = onnx.ModelProto()
     model.CopyFrom(MODEL)
-    activations = (*HEADER.activations, Activation("shape", "activation", "shape", ((32, Range(0.0, 9.0, "")),)))
+    points = (*PLAN.points, Activation("shape", "activation", ranges=((32, Range(0.0, 9.0, "")),)))
     model.graph.node.insert(0, onnx.helper.make_node("Shape", ["x"], ["shape"]))
-    write_master(tmp_path / "m.onnx", model, header_with(activations=activations))
+    write_master(tmp_path / "m.onnx", model, header_with(points=points))
     session = load(tmp_path / "m.onnx")
     with pytest.raises(FileError, match=r"m\.onnx: ONNX Runtime does not take this graph"):
         session.set_bits(weights=8, activations=8)
@@ -268,8 +275,7 @@ def test_the_note_says_what_another_runtime_must_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8, 9, 16])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_weights_are_stored_as_small_as_they_can_be(bits: int, symmetric: bool, tmp_path: Path) -> None:
-    weights = tuple(Weight(w.name, w.tensor, None, symmetric) for w in HEADER.weights)
-    write_master(tmp_path / "m.onnx", MODEL, header_with(weights=weights))
+    write_master(tmp_path / "m.onnx", MODEL, header_with(points=with_weights(symmetric=symmetric)))
     export(tmp_path / "m.onnx", tmp_path / "out.onnx", weights=bits, activations=8)
     held = {tensor.name: tensor for tensor in onnx.load(tmp_path / "out.onnx").graph.initializer}
     codes = held["b.weight.codes"]

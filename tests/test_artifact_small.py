@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-from anybit.artifact.format import DIGEST, KEY, Activation, Bias, Header, Weight, write_header
 from onnx import TensorProto, helper, numpy_helper
 
-from anybit.artifact import protobuf_scan as wire
+from anybit.artifact import protobuf_scan
+from anybit.artifact.header import DIGEST, KEY, Header, write_header
 from anybit.artifact.master import write_master
 from anybit.artifact.session import load
+from anybit.plan.points import Activation, Bias, Plan, Point, Weight
 from anybit.spec import Range
 
 
@@ -48,19 +49,27 @@ def _model() -> onnx.ModelProto:
 
 
 MODEL = _model()
-HEADER = Header(
-    weights=(Weight("a.weight", "a.weight"), Weight("b.weight", "b.weight")),
-    activations=(
-        Activation("x", "input", "x_", ((32, Range(-3.0, 3.0, "given")),), floor=8),
-        Activation("relu", "activation", "relu", ((32, Range(0.0, 9.0, "guessed")),)),
+PLAN = Plan(
+    points=(
+        Activation("x", "input", "x_", ranges=((32, Range(-3.0, 3.0, "given")),), floor=8),
+        Weight("a.weight"),
+        Activation("relu", "activation", ranges=((32, Range(0.0, 9.0, "guessed")),)),
+        Weight("b.weight"),
     ),
-    biases=(Bias("a.bias", "a.weight", "x_"), Bias("b.bias", "b.weight", "relu")),
-    about={"by": "hand"},
+    biases=(Bias("a.bias", "a.weight", "x"), Bias("b.bias", "b.weight", "relu")),
 )
+HEADER = Header(PLAN, about={"by": "hand"})
 
 
 def header_with(**changes: Any) -> Header:
-    return dataclasses.replace(HEADER, **changes)
+    """Return the header with other fields; those of the plan may be among them."""
+    ours = {key: changes.pop(key) for key in ("points", "biases", "left") if key in changes}
+    return dataclasses.replace(HEADER, plan=dataclasses.replace(PLAN, **ours), **changes)
+
+
+def with_weights(**changes: Any) -> tuple[Point, ...]:
+    """Return the points of the plan, its weights changed."""
+    return tuple(dataclasses.replace(p, **changes) if isinstance(p, Weight) else p for p in PLAN.points)
 
 
 def small_master(folder: Path) -> Path:
@@ -80,8 +89,8 @@ def write(path: Path, *, model: onnx.ModelProto = MODEL, text: str | None = None
     data = model.SerializeToString()
     text = write_header(HEADER) if text is None else text
     file = io.BytesIO(data)
-    seal = wire.digest(file, wire.scan(file, len(data)), text)
-    path.write_bytes(data + wire.entry(KEY, text) + wire.entry(DIGEST, seal))
+    seal = protobuf_scan.digest(file, protobuf_scan.scan(file, len(data)), text)
+    path.write_bytes(data + protobuf_scan.entry(KEY, text) + protobuf_scan.entry(DIGEST, seal))
     return path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from browser import Opened, open_page
 from test_serve import Client, encoded, served
 
+from anybit.artifact.header import Header
 from anybit.artifact.master import write_master
 from anybit.artifact.pictures import read_inputs
 from anybit.artifact.session import load
@@ -80,9 +80,10 @@ def master(tmp_path_factory: pytest.TempPathFactory, digits: Any) -> Path:
         torch.nn.functional.cross_entropy(model(digits.train.x[part]), digits.train.y[part]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    graph, header = translate(prepare(model.eval(), digits.test.x[:2], input_range=(0.0, 1.0)))
+    net = prepare(model.eval(), digits.test.x[:2], input_range=(0.0, 1.0))
+    graph = translate(net)
     path = tmp_path_factory.mktemp("live") / "digits.onnx"
-    write_master(path, graph, replace(header, about={"classes": NAMES, "measured": {"W4A8": 0.875}}))
+    write_master(path, graph, Header(net.plan, about={"classes": NAMES, "measured": {"W4A8": 0.875}}))
     return path
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,25 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from anybit.artifact.format import Data, Header, Weight, read_header, write_header
-from anybit.artifact.requantize import requantize
 from onnx import TensorProto, numpy_helper
 from test_artifact_small import HEADER, MODEL, header_with, small_master, write
 from torch import nn
 from typer.testing import CliRunner
 
 import anybit
-from anybit.artifact import storage as pieces
+from anybit.artifact import storage
 from anybit.artifact.adopt import adopt
 from anybit.artifact.bench import footprint
+from anybit.artifact.header import Data, Header, read_header, write_header
 from anybit.artifact.master import open_master, write_master
+from anybit.artifact.model import OnnxModel
+from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
 from anybit.artifact.storage import size_on_disk, write_model
 from anybit.cli.main import app
 from anybit.errors import AnybitError, FileError, SpecError
+from anybit.plan.points import Weight
 from anybit.simulate.to_onnx import translate
 from anybit.spec import Bits
 
@@ -95,10 +98,10 @@ def test_the_second_file_is_what_onnx_calls_external_data(tmp_path: Path) -> Non
 
 def test_one_file_is_written_as_long_as_it_can_be(tmp_path: Path) -> None:
     path = small_master(tmp_path)
-    assert json.loads(metadata(path)["anybit"])["version"] == 1
+    assert "data" not in json.loads(metadata(path)["anybit"])
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     first, _ = in_two(tmp_path)
-    assert json.loads(metadata(first)["anybit"])["version"] == 2
+    assert json.loads(metadata(first)["anybit"])["data"].keys() == {"file", "bytes", "sha256"}
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -138,23 +141,23 @@ def wide() -> Any:
 
 
 @pytest.fixture(scope="module")
-def translated(wide: Any) -> tuple[Bundle, Header]:
-    return translate(wide)
+def translated(wide: Any) -> tuple[OnnxModel, Header]:
+    return translate(wide), Header(wide.plan)
 
 
-Translated = tuple[Bundle, Header]
+Translated = tuple[OnnxModel, Header]
 
 
 @pytest.mark.parametrize("limit", [2**31, 2**20], ids=["one file", "two files"])
 def test_large_tensors_are_written_read_and_run_bit_for_bit(
     wide: Any, translated: Translated, limit: int, tmp_path: Path
 ) -> None:
-    bundle, header = translated
-    assert [a.nbytes for a in bundle.arrays.values()] == [1024 * 512 * 4]
-    exact = {p.name: p.master.detach().numpy() for p in wide.points if p.kind == "weight"}
-    (array,) = bundle.arrays.values()
+    model, header = translated
+    assert [a.nbytes for a in model.arrays.values()] == [1024 * 512 * 4]
+    exact = {name: weight.detach().numpy() for name, weight in wide.weights.items()}
+    (array,) = model.arrays.values()
     assert np.shares_memory(array, exact["wide.weight"])  # saved from where it is
-    write_master(tmp_path / "m.onnx", bundle, header, limit=limit)
+    write_master(tmp_path / "m.onnx", model, header, limit=limit)
     session = load(tmp_path / "m.onnx")
     assert (session.master.header.data is None) == (limit > 2**21)
     for name, weight in exact.items():
@@ -215,7 +218,9 @@ def test_an_export_can_have_two_files_too(tmp_path: Path) -> None:
     path, out = small_master(tmp_path), tmp_path / "out.onnx"
     session = load(path)
     session.set_bits(weights=32, activations=8)
-    model, _ = requantize(session.master, session.master.header.widths(Bits(32, 8)), packed=True)
+    model, _ = quantized_graph(
+        session.master, session.plan.at(Bits(32, 8), tensors=session.master.tensors), packed=True
+    )
     write_model(out, model, lambda file, data: None, spare=0, limit=LIMIT)
     (second,) = tmp_path.glob("out.onnx.*.data")
     np.testing.assert_allclose(outputs(out), session.run(X), rtol=1e-5)
@@ -235,7 +240,7 @@ def test_a_model_in_two_files_is_adopted(wide: Any, translated: Translated, tmp_
     onnx.save(model, tmp_path / "plain" / "p.onnx", save_as_external_data=True, location="w.bin", size_threshold=100)
     adopt(tmp_path / "plain" / "p.onnx", tmp_path / "m.onnx", calibration=[{"x": X}])
     master = open_master(tmp_path / "m.onnx")
-    exact = {p.name: p.master.detach().numpy() for p in wide.points if p.kind == "weight"}
+    exact = {name: weight.detach().numpy() for name, weight in wide.weights.items()}
     for name, array in master.weights.items():
         np.testing.assert_array_equal(array, exact[name])
     np.testing.assert_array_equal(outputs(tmp_path / "m.onnx"), outputs(tmp_path / "one.onnx"))
@@ -419,7 +424,7 @@ def test_a_save_that_fails_leaves_what_was_there(
     if step == "check":
         tensor.CopyFrom(numpy_helper.from_array(np.full((3, 64), np.nan, np.float32), "b.weight"))
     else:
-        monkeypatch.setattr(pieces, {"second file": "_laid_out", "first file": "_write"}[step], full)
+        monkeypatch.setattr(storage, {"second file": "_laid_out", "first file": "_write"}[step], full)
     with pytest.raises((FileError, OSError)):
         write_master(tmp_path / "m.onnx", model, HEADER, limit=LIMIT)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -433,7 +438,7 @@ def test_a_failed_save_of_the_same_weights_keeps_the_file_in_use(
     def broken(*args: Any) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(pieces, "_write", broken)
+    monkeypatch.setattr(storage, "_write", broken)
     with pytest.raises(FileError, match="cannot be written"):
         write_master(first, MODEL, HEADER, limit=LIMIT)
     assert load(first).run(X).shape == (3, 3)
@@ -448,15 +453,14 @@ def test_a_graph_that_is_too_large_without_its_tensors_is_refused(tmp_path: Path
 
 
 def test_tensors_that_share_their_numbers_are_written_once(translated: Translated, tmp_path: Path) -> None:
-    bundle, header = translated[0].copy(), translated[1]
-    (large,) = [t for t in bundle.graph.initializer if t.data_location == TensorProto.EXTERNAL]
-    twin = bundle.graph.initializer.add()
+    model, header = translated[0].copy(), translated[1]
+    (large,) = [t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    twin = model.graph.initializer.add()
     twin.CopyFrom(large)
     twin.name = "twin"
-    bundle.graph.node.append(onnx.helper.make_node("Identity", ["twin"], ["copy"]))
-    weights = (*header.weights, Weight("twin", "twin"))
-    header = Header(weights, header.activations, header.biases)
-    write_master(tmp_path / "m.onnx", bundle, header, limit=2**20)
+    model.graph.node.append(onnx.helper.make_node("Identity", ["twin"], ["copy"]))
+    header = Header(replace(header.plan, points=(*header.plan.points, Weight("twin"))))
+    write_master(tmp_path / "m.onnx", model, header, limit=2**20)
     (second,) = tmp_path.glob("*.data")
     assert second.stat().st_size < 1.2 * 1024 * 512 * 4
     master = open_master(tmp_path / "m.onnx")
@@ -480,7 +484,7 @@ def test_random_damage_to_either_file_is_refused(tmp_path: Path) -> None:
         except AnybitError:
             pass
         else:  # the name of the program that wrote it may change
-            assert changed.master.header.weights == HEADER.weights
+            assert changed.plan == HEADER.plan
             np.testing.assert_array_equal(
                 changed.master.weights["b.weight"], open_master(small_master(tmp_path)).weights["b.weight"]
             )

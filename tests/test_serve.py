@@ -23,16 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 import pytest
-from anybit.artifact.format import Header, Weight
 from onnx import TensorProto, helper, numpy_helper
 from test_artifact_small import MODEL, header_with, small_master
 
 from anybit.artifact.bench import footprint
+from anybit.artifact.header import Header
 from anybit.artifact.master import write_master
 from anybit.artifact.pictures import read_inputs
 from anybit.artifact.session import load
 from anybit.cli.serve import make_app, this_machine
 from anybit.errors import DataError, MissingDependency, SpecError
+from anybit.plan.points import Plan, Weight
 from anybit.policy import Chooser, Reading, battery
 from anybit.serve import server as server_module
 from anybit.serve.app import App
@@ -652,7 +653,7 @@ def linear(path: Path, shape: list[int], output: list[int], scale: float = 1.0) 
          numpy_helper.from_array(np.array([-1, *output]), "shape")],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    write_master(path, model, Header((Weight("w", "w"),), ()))
+    write_master(path, model, Header(Plan((Weight("w"),))))
     return path
 
 

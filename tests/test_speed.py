@@ -211,7 +211,8 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_of_two_processes_one_speaks(tmp_path: Path) -> None:
-    text = 'name = "a"\nepochs = 1\n[model]\nname = "small-conv"\nmultiplier = 0.25\n[data]\nname = "digits"\nbatch = 256\n'
+    text = 'name = "a"\nepochs = 1\n[model]\nname = "small-conv"\nmultiplier = 0.25\n'
+    text += '[data]\nname = "digits"\nbatch = 256\n'
     (tmp_path / "a.toml").write_text(text + "[speed]\nchannels_last = true\naccumulate = 2\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     words = ["-m", "anybit", "train", "a.toml"]

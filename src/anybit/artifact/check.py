@@ -50,18 +50,18 @@ _POSITIVE = {"strides", "dilations", "kernel_shape", "group", "hidden_size", "nu
 _NOT_NEGATIVE = {"pads", "output_padding"}
 
 
-def check_model(bundle: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
+def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
     """Refuse a model that could do harm; `shapes` are those of float tensors that the graph uses but does not hold."""
-    model = bundle.proto
-    versions = {o.domain: o.version for o in model.opset_import}
+    proto = model.proto
+    versions = {o.domain: o.version for o in proto.opset_import}
     standard = OLDEST <= versions.get("", 0) <= OPSET
-    if not standard or len(versions) != len(model.opset_import) or not versions.keys() <= DOMAINS:
+    if not standard or len(versions) != len(proto.opset_import) or not versions.keys() <= DOMAINS:
         wanted = f"the standard operators, version {OLDEST} to {OPSET}"
         raise FileError(f"{where}: opset_import must be {wanted}, and those of ONNX Runtime; got {said(versions)}")
     for name in ("functions", "training_info"):
-        if getattr(model, name):
+        if getattr(proto, name):
             raise FileError(f"{where}: {name} is not empty; a master has none")
-    graph = model.graph
+    graph = proto.graph
     check_names(graph, where=where)
     for name in ("sparse_initializer", "quantization_annotation"):
         if getattr(graph, name):
@@ -71,13 +71,13 @@ def check_model(bundle: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where:
     for i, node in enumerate(graph.node):
         check_node(node, where=f"{where}: node {i} ({node.op_type[:40]})")
     for tensor in graph.initializer:
-        check_tensor(tensor, bundle.apart(tensor), where=f"{where}: tensor {tensor.name[:60]!r}")
-    _check_biases(bundle, where=where)
+        check_tensor(tensor, model.apart(tensor), where=f"{where}: tensor {tensor.name[:60]!r}")
+    _check_biases(model, where=where)
     for value in [*graph.input, *graph.output]:
         _check_type(value.type, where=f"{where}: {value.name[:60]!r}")
     if not graph.input or not graph.output:
         raise FileError(f"{where}: a network has inputs and outputs")
-    _check_sizes(model, shapes, where=where)
+    _check_sizes(proto, shapes, where=where)
 
 
 def check_names(graph: onnx.GraphProto, *, where: str) -> None:
@@ -96,12 +96,12 @@ def check_axis(axis: int | None, dimensions: int, *, where: str) -> None:
         raise FileError(f"{where}: must be 0 to {dimensions - 1}, got {axis}")
 
 
-def _check_biases(bundle: OnnxModel, *, where: str) -> None:
+def _check_biases(model: OnnxModel, *, where: str) -> None:
     """Refuse biases of layers that are not finite: whatever a layer gets, nothing would come of it."""
-    held = {tensor.name: tensor for tensor in bundle.graph.initializer}
-    for node in bundle.graph.node:
+    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
         for name in node.input[_BIASES.get(node.op_type, 99) :][:1]:
-            if name in held and not is_finite(bundle.array(held[name])):
+            if name in held and not is_finite(model.array(held[name])):
                 raise FileError(f"{where}: {printable(name, 60)!r}, a bias of {node.op_type}, has infinite entries")
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from anybit.artifact import protobuf_scan as wire
+from anybit.artifact import protobuf_scan
 from anybit.artifact.master import open_master
 from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import EXACT
@@ -32,7 +32,7 @@ def export(
     opened = open_master(master)
     bits = Bits(weights, activations)
     model, exact = quantized_graph(opened, opened.plan.at(bits, layers, tensors=opened.tensors), packed=True)
-    note = wire.entry(NOTE, json.dumps(describe(bits, exact=exact), ensure_ascii=False))
+    note = protobuf_scan.entry(NOTE, json.dumps(describe(bits, exact=exact), ensure_ascii=False))
     write_model(out, model, lambda file, data: file.write(note), spare=len(note))
 
 

@@ -57,7 +57,7 @@ class Header:
     def __post_init__(self) -> None:
         if self.store not in STORES:
             raise SpecError(f"store must be one of {', '.join(STORES)}; got {said(self.store)}")
-        places = [*(w.tensor or w.name for w in self.plan.weights), *(a.value or a.name for a in self.plan.activations)]
+        places = [entry.place for entry in (*self.plan.points, *self.plan.biases)]
         if twice := [name for name, count in Counter(places).items() if count > 1]:
             raise SpecError(f"the tensor or value {twice[0][:60]!r} is listed twice")
 

@@ -21,7 +21,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from anybit.artifact import protobuf_scan as wire
+from anybit.artifact import protobuf_scan
 from anybit.artifact.check import check_axis, check_model, check_names, check_tensor
 from anybit.artifact.header import DIGEST, KEY, Data, Header, read_header, write_header
 from anybit.artifact.model import Array as Numbers
@@ -81,7 +81,7 @@ def write_master(path: str | Path, model: onnx.ModelProto | OnnxModel, header: H
 
     Args:
         path: Where to write; what cannot be opened again is not left behind.
-        model: The model. The arrays of a bundle are written from where they are, without a copy.
+        model: The model. The arrays of an `OnnxModel` are written from where they are, without a copy.
         header: What the graph does not say.
         limit: Bytes from which on the tensors go into a second file.
     """
@@ -91,36 +91,36 @@ def write_master(path: str | Path, model: onnx.ModelProto | OnnxModel, header: H
     def seal(file: BinaryIO, data: Data | None) -> None:
         text = write_header(replace(header, data=data))
         size = file.tell()
-        digest = wire.digest(file, wire.scan(file, size), text)
+        digest = protobuf_scan.digest(file, protobuf_scan.scan(file, size), text)
         file.seek(size)
-        file.write(wire.entry(KEY, text) + wire.entry(DIGEST, digest))
+        file.write(protobuf_scan.entry(KEY, text) + protobuf_scan.entry(DIGEST, digest))
 
     def check(beside: Path) -> None:
         open_master(beside, named=path, hold=False)
 
-    bundle = model if isinstance(model, OnnxModel) else OnnxModel(model)
-    write_model(path, stored(bundle, header, where=str(path)), seal, spare=len(text) + 1024, check=check, limit=limit)
+    whole = model if isinstance(model, OnnxModel) else OnnxModel(model)
+    write_model(path, stored(whole, header, where=str(path)), seal, spare=len(text) + 1024, check=check, limit=limit)
 
 
-def stored(bundle: OnnxModel, header: Header, *, where: str) -> OnnxModel:
+def stored(model: OnnxModel, header: Header, *, where: str) -> OnnxModel:
     """Return a model with its weights as the header says they are stored."""
     weights = {weight.place: weight for weight in header.plan.weights} if header.store != "fp32" else {}
-    out = OnnxModel(onnx.ModelProto(), dict(bundle.arrays))
-    out.proto.CopyFrom(bundle.proto)
+    out = OnnxModel(onnx.ModelProto(), dict(model.arrays))
+    out.proto.CopyFrom(model.proto)
     del out.proto.metadata_props[:]
     del out.graph.value_info[:]
     before: list[NodeProto] = []
     tensors: list[TensorProto] = []
-    for tensor in bundle.graph.initializer:
+    for tensor in model.graph.initializer:
         if tensor.name in weights:
-            array = bundle.array(tensor).astype(np.float32, copy=False)
+            array = model.array(tensor).astype(np.float32, copy=False)
             node, parts = _store(weights[tensor.name], array, header.store, out, where=where)
             before.append(node)
             tensors += parts
         else:
             tensors.append(tensor)
     out.set_initializers(tensors)
-    nodes = [*before, *bundle.graph.node]
+    nodes = [*before, *model.graph.node]
     del out.graph.node[:]
     out.graph.node.extend(nodes)
     return out
@@ -156,37 +156,37 @@ def open_master(path: str | Path, *, named: str | Path | None = None, hold: bool
     """
     path = Path(path)
     where = str(named or path)
-    header, bundle = _read(path, where, hold=hold)
-    others = [entry for entry in bundle.proto.metadata_props if entry.key not in (KEY, DIGEST)]
-    del bundle.proto.metadata_props[:]  # what is made of this graph is no master
-    bundle.proto.metadata_props.extend(others)
-    check_names(bundle.graph, where=where)  # before weights are looked up by their names
-    weights = _take_weights(bundle, header, where=where, hold=hold)
+    header, model = _read(path, where, hold=hold)
+    others = [entry for entry in model.proto.metadata_props if entry.key not in (KEY, DIGEST)]
+    del model.proto.metadata_props[:]  # what is made of this graph is no master
+    model.proto.metadata_props.extend(others)
+    check_names(model.graph, where=where)  # before weights are looked up by their names
+    weights = _take_weights(model, header, where=where, hold=hold)
     places = {weight.place: weights[weight.name].shape for weight in header.plan.weights}
-    check_model(bundle, places, where=where)
-    _check_points(bundle, header, weights, where=where)
-    return Master(Path(named or path), header, bundle, weights)
+    check_model(model, places, where=where)
+    _check_points(model, header, weights, where=where)
+    return Master(Path(named or path), header, model, weights)
 
 
 def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, OnnxModel]:
-    size = wire.size_of(path, what="an ONNX master")
+    size = protobuf_scan.size_of(path, what="an ONNX master")
     try:
         with path.open("rb") as file:
-            fields = wire.scan(file, size)
-            texts = wire.metadata(file, fields)
+            fields = protobuf_scan.scan(file, size)
+            texts = protobuf_scan.metadata(file, fields)
             if KEY not in texts:
                 raise FileError(
                     f"{where}: has no metadata {KEY!r}, so it is no master; "
                     "make one out of an ONNX model with: anybit adopt"
                 )
             header = read_header(texts[KEY], where=where)
-            if len([f for f in fields if f.number == wire.GRAPH]) != 1:
+            if len([f for f in fields if f.number == protobuf_scan.GRAPH]) != 1:
                 raise FileError(f"{where}: must hold one graph")
-            if texts.get(DIGEST) != wire.digest(file, fields, texts[KEY]):
+            if texts.get(DIGEST) != protobuf_scan.digest(file, fields, texts[KEY]):
                 raise FileError(
                     f"{where}: {DIGEST} does not fit its contents; the file is damaged or was changed, get it again"
                 )
-            wire.check_cost(file, size)
+            protobuf_scan.check_cost(file, size)
             return header, read_model(file, fields, header.data, path=path, where=where, hold=hold)
     except OSError as error:
         raise FileError(f"{where}: cannot be read ({error.strerror or error})") from error
@@ -194,9 +194,9 @@ def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, OnnxModel]:
         raise FileError(f"{where}: is cut short or no ONNX file ({error})") from error
 
 
-def _take_weights(bundle: OnnxModel, header: Header, *, where: str, hold: bool) -> dict[str, Array]:
+def _take_weights(model: OnnxModel, header: Header, *, where: str, hold: bool) -> dict[str, Array]:
     """Take the weights of the header out of the graph, in floating point, with whatever made them."""
-    graph = bundle.graph
+    graph = model.graph
     held = {tensor.name: tensor for tensor in graph.initializer}
     made = {weight.place for weight in header.plan.weights} if header.store != "fp32" else set()
     makers = {output: node for node in graph.node for output in node.output if output in made}
@@ -206,19 +206,19 @@ def _take_weights(bundle: OnnxModel, header: Header, *, where: str, hold: bool) 
         spot = f"{where}: weight {weight.name[:60]!r}"
         parts = _parts(weight, header.store, makers.get(weight.place), spot)
         used |= set(parts.values())
-        weights[weight.name] = _checked(weight, bundle, held, parts, spot, hold=hold)
+        weights[weight.name] = _checked(weight, model, held, parts, spot, hold=hold)
     nodes = [node for node in graph.node if not made.intersection(node.output)]
-    bundle.set_initializers([tensor for tensor in graph.initializer if tensor.name not in used])
+    model.set_initializers([tensor for tensor in graph.initializer if tensor.name not in used])
     del graph.node[:]
     graph.node.extend(nodes)
     return weights
 
 
 def _checked(
-    weight: Weight, bundle: OnnxModel, held: dict[str, TensorProto], parts: dict[str, str], where: str, *, hold: bool
+    weight: Weight, model: OnnxModel, held: dict[str, TensorProto], parts: dict[str, str], where: str, *, hold: bool
 ) -> Array:
     """Return a weight in floating point, or zeros of its shape that take no memory."""
-    arrays = {part: _array(bundle, held.get(name), name, part, where) for part, name in parts.items()}
+    arrays = {part: _array(model, held.get(name), name, part, where) for part, name in parts.items()}
     found = _weight(weight, arrays, where)
     return found if hold else np.broadcast_to(np.float32(0), found.shape)
 
@@ -242,11 +242,11 @@ _KINDS = {
 }  # fmt: skip
 
 
-def _array(bundle: OnnxModel, tensor: TensorProto | None, name: str, part: str, where: str) -> Numbers:
+def _array(model: OnnxModel, tensor: TensorProto | None, name: str, part: str, where: str) -> Numbers:
     if tensor is None:
         raise FileError(f"{where}.tensor: the graph holds no tensor {name[:60]!r}")
     spot = f"{where}: tensor {name[:60]!r}"
-    apart = bundle.apart(tensor)
+    apart = model.apart(tensor)
     check_tensor(tensor, apart, where=spot)
     if tensor.data_type != _KINDS[part]:
         raise FileError(f"{spot}: data_type must be {_KINDS[part]}, got {tensor.data_type}")
@@ -280,9 +280,9 @@ def _weight(weight: Weight, arrays: dict[str, Numbers], where: str) -> Array:
     return value
 
 
-def _check_points(bundle: OnnxModel, header: Header, weights: dict[str, Array], *, where: str) -> None:
+def _check_points(model: OnnxModel, header: Header, weights: dict[str, Array], *, where: str) -> None:
     """See that the header and the graph speak of the same things."""
-    graph = bundle.graph
+    graph = model.graph
     made = {output for node in graph.node for output in node.output if output}
     used = names_in(graph) | {value.name for value in graph.output}
     held = {tensor.name: tensor for tensor in graph.initializer}
@@ -300,14 +300,14 @@ def _check_points(bundle: OnnxModel, header: Header, weights: dict[str, Array], 
             )
     for i, bias in enumerate(plan.biases):
         point = plan.weight(bias.weight)
-        _check_bias(bias, point, held.get(bias.place), weights[bias.weight], bundle, where=f"{where}: biases[{i}]")
+        _check_bias(bias, point, held.get(bias.place), weights[bias.weight], model, where=f"{where}: biases[{i}]")
     names = [*(weight.place for weight in plan.weights), *held, *made, *(value.name for value in graph.input)]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise FileError(f"{where}: {twice[0][:60]!r} is made twice")
 
 
 def _check_bias(
-    bias: Bias, point: Weight, tensor: TensorProto | None, weight: Array, bundle: OnnxModel, *, where: str
+    bias: Bias, point: Weight, tensor: TensorProto | None, weight: Array, model: OnnxModel, *, where: str
 ) -> None:
     if weight.ndim < 2:
         raise FileError(f"{where}.weight: {bias.weight[:60]!r} is not the tensor of a layer's weight")
@@ -317,7 +317,7 @@ def _check_bias(
     inputs = weight.shape[1 - point.channels] * (point.groups if point.channels == 0 else 1)
     if tensor is None or tensor.data_type != TensorProto.FLOAT or list(tensor.dims) != [outputs]:
         raise FileError(f"{where}.tensor: {bias.place[:60]!r} must be a tensor of the graph with {outputs} numbers")
-    if not is_finite(bundle.array(tensor)):
+    if not is_finite(model.array(tensor)):
         raise FileError(f"{where}.tensor: {bias.place[:60]!r} has infinite entries")
     if outputs % point.groups or inputs % point.groups:
         raise FileError(f"{where}.weight: {point.groups} groups do not divide {outputs} outputs and {inputs} inputs")

@@ -48,17 +48,17 @@ class OnnxModel:
         return int(self.proto.ByteSize()) + sum(array.nbytes for array in self.arrays.values())
 
     def copy(self) -> OnnxModel:
-        """Return a bundle with a graph of its own and the same arrays."""
+        """Return a model with a graph of its own and the same arrays."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self.proto)
         return OnnxModel(proto, dict(self.arrays))
 
     def tensor(self, array: Array, name: str) -> TensorProto:
-        """Return an array as an initializer, which belongs into this bundle's graph.
+        """Return an array as an initializer, which belongs into this model's graph.
 
-        >>> bundle = OnnxModel(onnx.ModelProto())
-        >>> few, many = bundle.tensor(np.ones(2), "few"), bundle.tensor(np.ones(2**18), "many")
-        >>> len(few.raw_data), len(many.raw_data), [a.nbytes for a in bundle.arrays.values()]
+        >>> model = OnnxModel(onnx.ModelProto())
+        >>> few, many = model.tensor(np.ones(2), "few"), model.tensor(np.ones(2**18), "many")
+        >>> len(few.raw_data), len(many.raw_data), [a.nbytes for a in model.arrays.values()]
         (16, 0, [2097152])
         """
         tensor = TensorProto(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))

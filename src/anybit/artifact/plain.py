@@ -11,7 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, version_converter
 from onnx.reference import ReferenceEvaluator
 
-from anybit.artifact import protobuf_scan as wire
+from anybit.artifact import protobuf_scan
 from anybit.artifact.check import OLDEST, OPSET, bytes_of, check_model, tensors_of
 from anybit.artifact.model import OnnxModel, all_graphs, location, names_in, shaped
 from anybit.artifact.normalize import as_bytes, normalize
@@ -27,11 +27,11 @@ def read_plain(path: Path) -> onnx.ModelProto:
 
 def read_model_file(path: Path) -> OnnxModel:
     """Read somebody's ONNX model and bring it into the form that a master has."""
-    size = wire.size_of(path, what="an ONNX model")
+    size = protobuf_scan.size_of(path, what="an ONNX model")
     model = OnnxModel(onnx.ModelProto())
     try:
         with path.open("rb") as file:
-            wire.check_cost(file, size)
+            protobuf_scan.check_cost(file, size)
         model.proto.ParseFromString(path.read_bytes())
         _load_external(model, path)
         normalize(model, where=str(path))
@@ -110,6 +110,7 @@ def _settle(model: OnnxModel) -> None:
     for value in inputs:
         if value.type.tensor_type.elem_type == TensorProto.FLOAT:
             swap[value.name] = f"{value.name}.input"
+            swap[swap[value.name]] = f"{value.name}.input.inner"  # who has that name already, as masters do
             nodes.append(helper.make_node("Identity", [value.name], [swap[value.name]], name=f"{value.name}/Identity"))
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
@@ -117,9 +118,12 @@ def _settle(model: OnnxModel) -> None:
             tensor.CopyFrom(node.attribute[0].t)
             tensor.name = node.output[0]
             continue
-        node.input[:] = [swap.get(name, name) for name in node.input]
+        for names in (node.input, node.output):
+            names[:] = [swap.get(name, name) for name in names]
         nodes.append(node)
-    model.set_initializers([model.tensor(model.array(tensor), tensor.name) for tensor in graph.initializer])
+    model.set_initializers(
+        [model.tensor(model.array(tensor), swap.get(tensor.name, tensor.name)) for tensor in graph.initializer]
+    )
     del graph.value_info[:]
     del graph.input[:]
     graph.input.extend(inputs)

@@ -38,7 +38,7 @@ def plain_session(model: onnx.ModelProto) -> Any:
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def compile_model(bundle: OnnxModel, *, exact: bool, threads: int | None, where: str) -> Any:
+def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: str) -> Any:
     """Return a session of ONNX Runtime for a model; one that it does not take is an error that names the file."""
     ort = onnxruntime()
     options = ort.SessionOptions()
@@ -49,12 +49,12 @@ def compile_model(bundle: OnnxModel, *, exact: bool, threads: int | None, where:
         options.inter_op_num_threads = 1
     if exact:
         options.add_session_config_entry(EXACT, "1")
-    outside = [tensor for tensor in bundle.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
-    values = [ort.OrtValue.ortvalue_from_numpy(bundle.array(tensor)) for tensor in outside]
+    outside = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+    values = [ort.OrtValue.ortvalue_from_numpy(model.array(tensor)) for tensor in outside]
     if outside:
         options.add_external_initializers([tensor.name for tensor in outside], values)
     try:
-        data = bundle.proto.SerializeToString()
+        data = model.proto.SerializeToString()
         engine = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime has no common base for its exceptions
         reason = " ".join(str(error).split())[:300]

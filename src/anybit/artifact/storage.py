@@ -1,6 +1,6 @@
-"""A bundle on disk: one ONNX file, and a second one for its tensors where the first would pass 2 GB.
+"""A model on disk: one ONNX file, and a second one for its tensors where the first would pass 2 GB.
 
-    write_model(path, bundle, seal)   atomic; the second file comes first, so that no file names one that is not there
+    write_model(path, model, seal)    atomic; the second file comes first, so that no file names one that is not there
     read_model(file, fields)          takes large tensors one by one, so that nothing is in memory twice
 
 The second file is ONNX's "external data": raw little-endian numbers, each tensor at a multiple of 4096 bytes. Its name,
@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from anybit.artifact import protobuf_scan as wire
+from anybit.artifact import protobuf_scan
 from anybit.artifact.check import bytes_of
 from anybit.artifact.header import Data
 from anybit.artifact.model import LARGE, Array, Load, OnnxModel, location, shaped
@@ -48,7 +48,7 @@ Seal = Callable[[BinaryIO, Data | None], object]
 
 def write_model(
     path: str | Path,
-    bundle: OnnxModel,
+    model: OnnxModel,
     seal: Seal,
     *,
     spare: int,
@@ -59,7 +59,7 @@ def write_model(
 
     Args:
         path: Where to write.
-        bundle: The model; its arrays are written from where they are.
+        model: The model; its arrays are written from where they are.
         seal: Appends the metadata.
         spare: How many bytes that takes, at most.
         check: Gets the file before it is renamed, and raises if it is not good.
@@ -67,7 +67,7 @@ def write_model(
     """
     path = Path(path)
     before = second_files(path)
-    with _second_file(path, bundle, limit - spare) as (rest, data), replacing(path) as beside:
+    with _second_file(path, model, limit - spare) as (rest, data), replacing(path) as beside:
         with beside.open("w+b") as file:
             _write(file, rest)
             seal(file, data)
@@ -77,21 +77,25 @@ def write_model(
             path.with_name(name).unlink()
 
 
-def _write(file: BinaryIO, bundle: OnnxModel) -> None:
+def _write(file: BinaryIO, model: OnnxModel) -> None:
     """Write a model in one piece; protobuf sees none of the large tensors."""
-    if not bundle.arrays:
-        file.write(bundle.proto.SerializeToString())
+    if not model.arrays:
+        file.write(model.proto.SerializeToString())
         return
     head, graph = onnx.ModelProto(), onnx.GraphProto()
-    head.CopyFrom(bundle.proto)
+    head.CopyFrom(model.proto)
     graph.CopyFrom(head.graph)
     head.ClearField("graph")
     del graph.initializer[:]
-    graph.initializer.extend(t for t in bundle.graph.initializer if bundle.apart(t) is None)
-    large = [_with_opening(t, array) for t in bundle.graph.initializer if (array := bundle.apart(t)) is not None]
+    graph.initializer.extend(t for t in model.graph.initializer if model.apart(t) is None)
+    large = [_with_opening(t, array) for t in model.graph.initializer if (array := model.apart(t)) is not None]
     rest = graph.SerializeToString()
     file.write(head.SerializeToString())
-    file.write(wire.opening(wire.GRAPH, len(rest) + sum(len(before) + array.nbytes for before, array in large)))
+    file.write(
+        protobuf_scan.opening(
+            protobuf_scan.GRAPH, len(rest) + sum(len(before) + array.nbytes for before, array in large)
+        )
+    )
     file.write(rest)
     for before, array in large:
         file.write(before)
@@ -101,8 +105,8 @@ def _write(file: BinaryIO, bundle: OnnxModel) -> None:
 def _with_opening(tensor: TensorProto, array: Array) -> tuple[bytes, Array]:
     """Return everything that stands in front of a large tensor's numbers, and those."""
     stub = TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type).SerializeToString()
-    stub += wire.opening(wire.RAW_DATA, array.nbytes)
-    return wire.opening(wire.INITIALIZER, len(stub) + array.nbytes) + stub, array
+    stub += protobuf_scan.opening(protobuf_scan.RAW_DATA, array.nbytes)
+    return protobuf_scan.opening(protobuf_scan.INITIALIZER, len(stub) + array.nbytes) + stub, array
 
 
 def _bytes(array: Array) -> memoryview:
@@ -110,13 +114,13 @@ def _bytes(array: Array) -> memoryview:
 
 
 @contextlib.contextmanager
-def _second_file(path: Path, bundle: OnnxModel, limit: int) -> Iterator[tuple[OnnxModel, Data | None]]:
+def _second_file(path: Path, model: OnnxModel, limit: int) -> Iterator[tuple[OnnxModel, Data | None]]:
     """Write the second file, if there has to be one, and take it away again if the block raises."""
-    size = bundle.proto.ByteSize() + sum(array.nbytes + 64 for array in bundle.arrays.values())
+    size = model.proto.ByteSize() + sum(array.nbytes + 64 for array in model.arrays.values())
     if size <= limit:
-        yield bundle, None
+        yield model, None
         return
-    rest, outside = _taken_out(bundle)
+    rest, outside = _taken_out(model)
     if not outside:
         raise FileError(f"{path}: not written, its graph and header alone have more than {limit} bytes; shorten about")
     total = hashlib.sha256()
@@ -141,14 +145,14 @@ def _second_file(path: Path, bundle: OnnxModel, limit: int) -> Iterator[tuple[On
         raise
 
 
-def _taken_out(bundle: OnnxModel) -> tuple[OnnxModel, dict[int, Array]]:
-    """Return a bundle whose tensors name a place in the second file, and what lies there, by place."""
-    rest = OnnxModel(bundle.copy().proto)
+def _taken_out(model: OnnxModel) -> tuple[OnnxModel, dict[int, Array]]:
+    """Return a model whose tensors name a place in the second file, and what lies there, by place."""
+    rest = OnnxModel(model.copy().proto)
     outside: dict[int, Array] = {}
     places: dict[str, int] = {}
     end = 0
     for tensor in rest.graph.initializer:
-        array = bundle.apart(tensor)
+        array = model.apart(tensor)
         if array is None and (len(tensor.raw_data) < _FEW or tensor.data_type == TensorProto.INT64):
             continue
         key = location(tensor) or f"/{tensor.name}"  # what several tensors share is written once
@@ -195,7 +199,7 @@ def size_on_disk(path: Path) -> int:
 
 
 def read_model(
-    file: BinaryIO, fields: list[wire.Field], data: Data | None, *, path: Path, where: str, hold: bool
+    file: BinaryIO, fields: list[protobuf_scan.Field], data: Data | None, *, path: Path, where: str, hold: bool
 ) -> OnnxModel:
     """Read a model whose digest was checked, with the tensors that its header says are in a second file.
 
@@ -211,41 +215,45 @@ def read_model(
         FileError: A tensor or the second file is not what it should be.
         ValueError: The bytes make no sense.
     """
-    (graph,) = [field for field in fields if field.number == wire.GRAPH]
+    (graph,) = [field for field in fields if field.number == protobuf_scan.GRAPH]
     rest, large = bytearray(), []
-    for field in wire.scan(file, graph.end, graph.start, most=_MOST_FIELDS):
+    for field in protobuf_scan.scan(file, graph.end, graph.start, most=_MOST_FIELDS):
         raw = _raw_data(file, field)
         if raw is None:
-            rest += wire.read(file, field.begin, field.end)
+            rest += protobuf_scan.read(file, field.begin, field.end)
         else:
-            large.append((wire.read(file, field.start, raw.begin) + wire.read(file, raw.end, field.end), raw))
-    head = b"".join(wire.read(file, field.begin, field.end) for field in fields if field.number != wire.GRAPH)
-    bundle = OnnxModel(onnx.ModelProto())
+            large.append(
+                (protobuf_scan.read(file, field.start, raw.begin) + protobuf_scan.read(file, raw.end, field.end), raw)
+            )
+    head = b"".join(
+        protobuf_scan.read(file, field.begin, field.end) for field in fields if field.number != protobuf_scan.GRAPH
+    )
+    model = OnnxModel(onnx.ModelProto())
     try:
-        bundle.proto.ParseFromString(head + wire.opening(wire.GRAPH, len(rest)) + rest)
+        model.proto.ParseFromString(head + protobuf_scan.opening(protobuf_scan.GRAPH, len(rest)) + rest)
         stubs = [(TensorProto.FromString(stub), raw) for stub, raw in large]
     except Exception as error:  # protobuf has several implementations, each with its own exception
         raise FileError(f"{where}: the graph cannot be parsed ({error})") from error
     del rest
-    _fill_from_second(bundle, data, path, where, hold=hold)
+    _fill_from_second(model, data, path, where, hold=hold)
     for stub, raw in stubs:
         spot = f"{where}: tensor {stub.name[:60]!r}"
         if stub.data_location == TensorProto.EXTERNAL or stub.external_data or stub.HasField("segment"):
             raise FileError(f"{spot}: has its data in two places")
         _see_length(stub, raw.length, spot)
         if hold:
-            bundle.fill(stub, shaped(_bytes_of(file, raw), stub))
+            model.fill(stub, shaped(_bytes_of(file, raw), stub))
         else:
-            bundle.fill_later(stub, _loader(path, raw.start, stub))
-        bundle.graph.initializer.append(stub)
-    return bundle
+            model.fill_later(stub, _loader(path, raw.start, stub))
+        model.graph.initializer.append(stub)
+    return model
 
 
-def _raw_data(file: BinaryIO, field: wire.Field) -> wire.Field | None:
+def _raw_data(file: BinaryIO, field: protobuf_scan.Field) -> protobuf_scan.Field | None:
     """Return where the numbers of a large initializer lie; nothing for all other fields of a graph."""
-    if field.number != wire.INITIALIZER or field.is_number or field.length < LARGE:
+    if field.number != protobuf_scan.INITIALIZER or field.is_number or field.length < LARGE:
         return None
-    found = [part for part in wire.scan(file, field.end, field.start) if part.number == wire.RAW_DATA]
+    found = [part for part in protobuf_scan.scan(file, field.end, field.start) if part.number == protobuf_scan.RAW_DATA]
     return found[0] if len(found) == 1 and not found[0].is_number and found[0].length >= LARGE else None
 
 
@@ -256,7 +264,7 @@ def _loader(path: Path, start: int, tensor: TensorProto) -> Load:
     return lambda: shaped(np.fromfile(path, np.uint8, length, offset=start), kind)
 
 
-def _bytes_of(file: BinaryIO, field: wire.Field) -> Array:
+def _bytes_of(file: BinaryIO, field: protobuf_scan.Field) -> Array:
     data = np.empty(field.length, np.uint8)
     file.seek(field.start)
     if file.readinto(data.data) != field.length:  # type: ignore[attr-defined]
@@ -270,9 +278,9 @@ def _see_length(tensor: TensorProto, found: int, where: str) -> None:
         raise FileError(f"{where}: shape {list(tensor.dims)[:8]} needs {wanted} bytes, there are {found}")
 
 
-def _fill_from_second(bundle: OnnxModel, data: Data | None, path: Path, where: str, *, hold: bool) -> None:
+def _fill_from_second(model: OnnxModel, data: Data | None, path: Path, where: str, *, hold: bool) -> None:
     """Give every tensor that names the second file its numbers from there."""
-    outside = [t for t in bundle.graph.initializer if t.data_location == TensorProto.EXTERNAL or t.external_data]
+    outside = [t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL or t.external_data]
     if not outside and data is None:
         return
     if data is None:
@@ -287,9 +295,9 @@ def _fill_from_second(bundle: OnnxModel, data: Data | None, path: Path, where: s
             raise FileError(f"{spot}: has its data in two places")
         _see_length(tensor, length, spot)
         if hold or length < LARGE:
-            bundle.fill(tensor, shaped(mapped[start : start + length], tensor))
+            model.fill(tensor, shaped(mapped[start : start + length], tensor))
         else:
-            bundle.fill_later(tensor, _loader(second, start, tensor))
+            model.fill_later(tensor, _loader(second, start, tensor))
 
 
 def _place(tensor: TensorProto, data: Data, where: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sized
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,12 @@ from anybit.graph.from_torch import FRESH, read_torch, values_of
 from anybit.graph.view import Graph
 from anybit.plan.build import Built, Interval, Settings, build, check_ranges, joined, with_inputs
 from anybit.plan.observe import Calibration
+from anybit.plan.points import Activation as ActivationPoint
+from anybit.plan.points import Plan
 from anybit.simulate.capture import Example, call_arguments, capture, evaluating, moved_to
 from anybit.simulate.modules import Activation, Bias, Weight, executors
 from anybit.simulate.network import QuantizedNetwork
-from anybit.simulate.signature import signature
+from anybit.simulate.signature import output_names, signature
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 """Largest difference, relative to the largest output, that folding may make at full precision."""
@@ -66,6 +69,7 @@ def prepare(
     body = capture(model, example_input)
     graph = read_torch(body)
     built = build(graph, settings)
+    built = replace(built, plan=_beside_outputs(built.plan, body))
     _apply_changes(body, graph)
     _splice(body, graph, built)
     network = QuantizedNetwork(body, built.plan, signature(body, *call_arguments(example_input)))
@@ -77,6 +81,17 @@ def prepare(
     check_ranges(plan, advice="pass calibration=loader, a few hundred inputs will do")
     network.plan = joined(plan, built.joined)
     return network
+
+
+def _beside_outputs(plan: Plan, body: fx.GraphModule) -> Plan:
+    """Return the plan with other places in a file for values that are called like one of the network's outputs."""
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(body.graph.output_node().args) if leaf is not None]
+    taken = set(output_names(body, len(leaves)))
+    points = (
+        replace(p, value=f"{p.name}.value") if isinstance(p, ActivationPoint) and p.place in taken else p
+        for p in plan.points
+    )
+    return replace(plan, points=tuple(points))
 
 
 @torch.no_grad()

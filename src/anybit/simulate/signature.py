@@ -86,3 +86,16 @@ def _text(shape: tuple[int | None, ...]) -> str:
 
 def _kind(leaf: Any) -> str:
     return f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def output_names(body: fx.GraphModule, count: int) -> list[str]:
+    """Return what a file calls each output: its key in a dict, or its number."""
+    spec = getattr(getattr(body.graph._codegen, "pytree_info", None), "out_spec", None)
+    if count == 1 and (spec is None or spec.is_leaf()):
+        return ["output"]
+    paths = []
+    if spec is not None and spec.num_leaves == count:
+        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, spec))[0]
+    keys = ["_".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) for path, _ in paths]
+    names = [key if not key.isdigit() else f"output_{key}" for key in keys]
+    return names if len(set(names)) == count else [f"output_{i}" for i in range(count)]

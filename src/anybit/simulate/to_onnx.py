@@ -20,7 +20,6 @@ import torch
 from onnx import NodeProto, helper
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
-from torch.utils import _pytree as pytree
 
 from anybit.artifact.check import OPSET
 from anybit.artifact.header import Header
@@ -31,7 +30,7 @@ from anybit.errors import MissingDependency, NetworkError
 from anybit.simulate.modules import Activation, Bias, Weight
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.recurrent import to_operators, translations
-from anybit.simulate.signature import free_dims
+from anybit.simulate.signature import free_dims, output_names
 
 BATCH = "batch"
 """What the free dimension is called in the file."""
@@ -71,9 +70,7 @@ def translate(net: QuantizedNetwork) -> OnnxModel:
     holders = [node for node in net.body.graph.nodes if node.op == "placeholder"]
     body, marked = _marked(net.body)
     model = _translate(body, holders)
-    places = {entry.place for entry in (*net.plan.points, *net.plan.biases)}
-    outputs = _output_names(net.body, len(model.graph.output))
-    _name_outputs(model.proto, [f"{name}_" if name in places else name for name in outputs])
+    _name_outputs(model.proto, output_names(net.body, len(model.graph.output)))
     _tidy(model.proto)
     _take_marks(model.proto, marked)
     if any("anybit_free" in node.meta for node in holders):
@@ -165,16 +162,16 @@ def _model(program: torch.onnx.ONNXProgram) -> OnnxModel:
     """Return what the translator made, with large weights where they are: in the network's own memory."""
     from onnx_ir import ExternalTensor, Shape
 
-    bundle = OnnxModel(onnx.ModelProto())
+    model = OnnxModel(onnx.ModelProto())
     for name, value in program.model.graph.initializers.items():
         tensor = value.const_value
         if tensor is not None and tensor.nbytes >= LARGE:
-            stub = bundle.tensor(tensor.numpy(), name)
+            stub = model.tensor(tensor.numpy(), name)
             value.const_value = ExternalTensor(
                 location(stub), 0, tensor.nbytes, tensor.dtype, shape=Shape(tensor.numpy().shape), name=name
             )
-    bundle.proto.CopyFrom(program.model_proto)
-    return bundle
+    model.proto.CopyFrom(program.model_proto)
+    return model
 
 
 def _mark_in_onnx() -> Callable[..., Any]:
@@ -214,17 +211,6 @@ def _quietly() -> Iterator[None]:
 
 
 # From the translator
-
-
-def _output_names(body: fx.GraphModule, count: int) -> list[str]:
-    """Return a name for each output: its key in a dict, or its number."""
-    spec = getattr(getattr(body.graph._codegen, "pytree_info", None), "out_spec", None)
-    if count == 1 and (spec is None or spec.is_leaf()):
-        return ["output"]
-    paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, spec))[0] if spec is not None else []
-    keys = ["_".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) for path, _ in paths]
-    names = [key if not key.isdigit() else f"output_{key}" for key in keys]
-    return names if len(set(names)) == count else [f"output_{i}" for i in range(count)]
 
 
 def _name_outputs(model: onnx.ModelProto, names: list[str]) -> None:

@@ -12,8 +12,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from anybit.quant.points import ActivationPoint, WeightPoint
-from anybit.quant.whole_bias import WholeBias
 from cases import CASES, Case
 from onnx import numpy_helper
 from torch import Tensor, nn
@@ -23,8 +21,10 @@ from anybit.artifact.master import open_master
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
 from anybit.errors import NetworkError
+from anybit.simulate.modules import Bias as BiasModule
+from anybit.simulate.modules import executors
 from anybit.simulate.network import QuantizedNetwork
-from anybit.simulate.to_onnx import lower, save
+from anybit.simulate.to_onnx import save, translate
 
 FOLDER = Path(tempfile.mkdtemp(prefix="anybit-masters-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
@@ -76,17 +76,20 @@ def test_a_master_runs_in_floating_point_in_any_runtime_at_any_batch_size(name: 
 def test_the_header_lists_every_point_with_its_grid(name: str) -> None:
     _, net, path = saved(name)
     master = open_master(path)
-    weights = {w.name: w for w in master.header.weights}
-    activations = {a.name: a for a in master.header.activations}
-    assert {*weights, *activations} == {point.name for point in net.points}
-    for point in net.points:
-        if isinstance(point, WeightPoint):
-            entry = weights[point.name]
-            np.testing.assert_array_equal(master.weights[entry.tensor], point.master.detach().numpy())
-            assert (entry.axis, entry.symmetric, entry.floor) == (point.spec.axis, point.spec.symmetric, point.floor)
-        elif isinstance(point, ActivationPoint):
-            found = activations[point.name]
-            assert (found.kind, found.floor, found.range_at(4)) == (point.kind, point.floor, point.range_at(4))
+    assert master.plan == net.plan
+    assert load(path).plan == net.plan
+    assert master.weights.keys() == net.weights.keys() == {w.name for w in net.plan.weights}
+    for key, weight in net.weights.items():
+        np.testing.assert_array_equal(master.weights[key], weight.detach().numpy())
+    net.set_bits(weights=4, activations=4)
+    stored, held = master.plan.at(net.bits, tensors=master.tensors), net.numbers()
+    assert stored.biases == held.biases
+    for bias in stored.biases:
+        np.testing.assert_array_equal(stored.bias(bias).values, held.bias(bias).values)
+    places = {o for node in master.graph.graph.node for o in node.output} | {
+        t.name for t in master.graph.graph.initializer
+    }
+    assert {entry.place for entry in (*net.plan.activations, *net.plan.biases)} <= places
     assert master.header.about["name"] == name
     assert "commit" in master.header.about["origin"]
 
@@ -133,8 +136,8 @@ def test_equal_and_shared_weights_keep_points_of_their_own(tmp_path: Path) -> No
     net = anybit.prepare(Tied(), torch.randn(2, 6), calibration=[torch.randn(64, 6)])
     save(net, tmp_path / "tied.onnx")
     session = load(tmp_path / "tied.onnx")
-    tensors = [w.tensor for w in session.master.header.weights]
-    assert len(set(tensors)) == len(tensors) == len([p for p in net.points if isinstance(p, WeightPoint)])
+    tensors = [w.place for w in session.plan.weights]
+    assert len(set(tensors)) == len(tensors) == len(net.weights)
     x = torch.randn(50, 6)
     for bits in ((32, 32), (8, 8), (4, 4), (4, 32)):
         net.set_bits(weights=bits[0], activations=bits[1])
@@ -167,7 +170,7 @@ def test_grouped_and_transposed_convolutions(per_channel: bool, tmp_path: Path) 
     copied = copy.deepcopy(net)
     save(net, tmp_path / "m.onnx")
     session = load(tmp_path / "m.onnx", threads=1)
-    assert len(session.master.header.biases) == 3
+    assert len(session.plan.biases) == 3
     for bits in ((32, 32), (8, 8), (4, 4), (3, 8)):
         net.set_bits(weights=bits[0], activations=bits[1])
         copied.set_bits(weights=bits[0], activations=bits[1])
@@ -197,11 +200,28 @@ def test_what_onnx_cannot_express_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_number_types_are_refused(tmp_path: Path) -> None:
-    x = torch.randn(4, 4, dtype=torch.float64)
-    net = anybit.prepare(nn.Sequential(nn.Linear(4, 4)).double(), x[:2], calibration=[x])
-    with pytest.raises(NetworkError, match=r"model\.float\(\)"):
-        save(net, tmp_path / "double.onnx")
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_number_types_are_saved_in_float32(kind: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 4).to(kind)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to(kind)
+    net = anybit.prepare(model, x[:2], calibration=[x])
+    save(net, tmp_path / "m.onnx")
+    session = load(tmp_path / "m.onnx")
+    assert session.plan == net.plan
+    assert {array.dtype for array in session.master.weights.values()} == {np.dtype(np.float32)}
+    coarse = {torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}[kind]  # of the simulation's own sums
+    for bits in (32, 8, 4):
+        net.set_bits(weights=bits, activations=bits)
+        session.set_bits(weights=bits, activations=bits)
+        want = net(x).detach().double().numpy()
+        got = session.run(x.float().numpy())
+        assert np.mean(np.abs(got - want).max(1) > coarse * np.abs(want).max()) <= (0.0 if bits == 32 else 0.1)
+
+
+def only_bias(net: QuantizedNetwork) -> BiasModule:
+    (module,) = [m for m in executors(net.body).values() if isinstance(m, BiasModule)]
+    return module
 
 
 def test_biases_are_whole_numbers_where_both_factors_are() -> None:
@@ -209,14 +229,14 @@ def test_biases_are_whole_numbers_where_both_factors_are() -> None:
     x = torch.rand(64, 5)
     for per_channel in (False, True):
         net = anybit.prepare(nn.Sequential(nn.Linear(5, 3)), x[:2], calibration=[x], per_channel=per_channel)
-        (module,) = [m for m in net.modules() if isinstance(m, WholeBias)]
+        module = only_bias(net)
         exact = module.master.detach()
         for weights, activations in ((32, 8), (8, 32), (9, 8), (8, 9)):
             net.set_bits(weights=weights, activations=activations)
             assert torch.equal(module(), exact)
         net.set_bits(weights=4, activations=4)  # the input stays at 8 bits
-        (point,) = [p for p in net.points if isinstance(p, WeightPoint)]
-        unit = float(x.max()) / 255 * point.master.detach().abs().amax(*([1] if per_channel else [])) / 7
+        (weight,) = net.weights.values()
+        unit = float(x.max()) / 255 * weight.detach().abs().amax(*([1] if per_channel else [])) / 7
         torch.testing.assert_close(module(), (exact / unit).round() * unit)
         assert not torch.equal(module(), exact)
 
@@ -227,17 +247,18 @@ def test_whole_biases_let_gradients_through() -> None:
     net = anybit.prepare(nn.Sequential(nn.Linear(5, 3)), x[:2], calibration=[x])
     net.set_bits(weights=3, activations=8)
     net(x).sum().backward()
-    (module,) = [m for m in net.modules() if isinstance(m, WholeBias)]
+    module = only_bias(net)
     assert module.master.grad is not None
     torch.testing.assert_close(module.master.grad, torch.full((3,), 64.0))
 
 
 def test_weights_keep_their_names_and_biases_get_theirs() -> None:
-    model, points, biases = lower(saved("small-conv")[1])
+    net = saved("small-conv")[1]
+    model = translate(net)
     held = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    names = {name for point, name in points.items() if isinstance(point, WeightPoint)}
-    assert "features.0.weight" in names
-    assert names < held.keys()
-    for layer, tensor in biases:
-        assert tensor == layer.weight.name.removesuffix("weight") + "bias"
-        assert len(held[tensor]) == layer.weight.master.shape[0]
+    assert "features.0.weight" in net.weights
+    assert net.weights.keys() < held.keys()
+    assert len(net.plan.biases) == len(net.weights)
+    for bias in net.plan.biases:
+        assert bias.name == bias.weight.removesuffix("weight") + "bias"
+        assert len(held[bias.name]) == net.weights[bias.weight].shape[0]
