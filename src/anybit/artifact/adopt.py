@@ -7,6 +7,7 @@ to its view, and run for calibration.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,18 @@ def adopt(
     settings = Settings.of(ends=ends, helpers=helpers, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas)
     model = read_model_file(Path(path))
     plan = plan_for(model, settings, calibration, method, input_range, where=str(path))
-    known = {"adopted_from": Path(path).name, "origin": origin(), **(about or {})}
+    share = quantized_share(model, plan)
+    known = {"adopted_from": Path(path).name, "origin": origin(), "quantized_share": share, **(about or {})}
     write_master(out, model, Header(plan, store, known))
     return plan
+
+
+def quantized_share(model: OnnxModel, plan: Plan) -> float:
+    """Return which part of a model's weights the plan rounds: of all stored numbers in two or more dimensions."""
+    floats = [t for t in model.graph.initializer if t.data_type == TensorProto.FLOAT and len(t.dims) > 1]
+    rounded = {weight.place for weight in plan.weights}
+    total = sum(math.prod(t.dims) for t in floats)
+    return sum(math.prod(t.dims) for t in floats if t.name in rounded) / total if total else 0.0
 
 
 def plan_for(

@@ -122,6 +122,9 @@ def _read(node: NodeProto, graph: Graph, sums: dict[str, NodeProto]) -> list[Nod
         elif not _read_pass(node, new, graph):
             new.bounds = _BOUNDED.get(node.op_type)
     extra = [_other(node, value) for value in values[1:]]
+    if new.kind != "other":  # the other results of a known operator
+        for other in extra:
+            other.inputs = [new.output]
     if node.op_type == "Split":
         for other in extra:
             other.kind, other.inputs, other.follow = new.kind, new.inputs, new.follow
