@@ -570,7 +570,8 @@ def test_the_command_trains_with_the_flagship_unless_told_otherwise(
 ) -> None:
     from anybit.cli.main import main
 
-    text = 'name = "a"\nepochs = 1\n[model]\nname = "small-conv"\nmultiplier = 0.25\n[data]\nname = "digits"\nbatch = 256\n'
+    text = 'name = "a"\nepochs = 1\n[model]\nname = "small-conv"\nmultiplier = 0.25\n'
+    text += '[data]\nname = "digits"\nbatch = 256\n'
     for name, more, default in (("silent", "", True), ("empty", "[penalty]\n", False)):
         path = tmp_path / f"{name}.toml"
         path.write_text(text + more)
