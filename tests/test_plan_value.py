@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 import json
 from collections.abc import Callable
@@ -86,8 +87,7 @@ def test_a_plan_is_the_same_after_the_file(net: QuantizedNetwork, tmp_path: Path
     assert open_master(path).plan == net.plan
 
 
-def test_the_widths_of_the_network_change_nothing_in_the_plan(case: Case) -> None:
-    net = prepared(case)
+def test_the_widths_of_the_network_change_nothing_in_the_plan(case: Case, net: QuantizedNetwork) -> None:
     before = net.plan
     net.set_bits(weights=3, activations=4)
     case.run(net, case.inputs(2))
@@ -113,11 +113,20 @@ def outputs(case: Case, net: QuantizedNetwork, inputs: Any) -> list[Tensor]:
         return [t.clone() for t in pytree.tree_leaves(case.run(net, inputs))]
 
 
+@pytest.fixture(scope="module")
+def stranger(case: Case) -> QuantizedNetwork:
+    """The same network with other weights."""
+    return prepared(case, seed=1, helpers="all", method="mse")
+
+
 @pytest.mark.parametrize("through", [by_torch, by_safetensors])
 def test_a_state_dict_brings_weights_and_ranges_into_another_network(
-    case: Case, net: QuantizedNetwork, through: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    case: Case,
+    net: QuantizedNetwork,
+    stranger: QuantizedNetwork,
+    through: Callable[[dict[str, Tensor]], dict[str, Tensor]],
 ) -> None:
-    other = prepared(case, seed=1, helpers="all", method="mse")
+    other = copy.deepcopy(stranger)
     inputs = case.inputs(4)
     other.set_bits(weights=4, activations=4)
     before = outputs(case, other, inputs)
@@ -145,6 +154,11 @@ def test_the_state_of_another_network_is_refused() -> None:
 
 
 def small(**options: Any) -> QuantizedNetwork:
+    return copy.deepcopy(_small(**options))
+
+
+@functools.cache
+def _small(**options: Any) -> QuantizedNetwork:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5))
     return anybit.prepare(model.eval(), torch.randn(2, 8), input_range=(-3, 3), **options)
@@ -258,7 +272,7 @@ def test_a_network_with_little_room_gives_the_same_answers(
 ) -> None:
     roomy, x = small(helpers=helpers), torch.randn(6, 8)
     monkeypatch.setattr(simulated, "CACHE_BYTES", limit)
-    net = small(helpers=helpers)
+    net = _small.__wrapped__(helpers=helpers)
     assert net._kept.limit == limit
     for bits in (8, 4, 3, 8, 12, 4, 32, 8):
         for each in (roomy, net):
