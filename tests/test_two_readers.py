@@ -64,6 +64,8 @@ def compare_points(one: Plan, other: Plan) -> None:
         (p.kind, p.floor, p.symmetric) for p in other.points
     ]
     for a, b in zip(one.activations, other.activations, strict=True):
+        if not a.ranges and all(r.source == "made-up inputs" for _, r in b.ranges):
+            continue  # what `prepare` leaves in floating point without data, `adopt` makes inputs up for
         assert [bits for bits, _ in a.ranges] == [bits for bits, _ in b.ranges], (a.name, b.name)
         for (_, x), (_, y) in zip(a.ranges, b.ranges, strict=True):
             size = max(abs(x.low), abs(x.high))
