@@ -63,8 +63,9 @@ def compare_points(one: Plan, other: Plan) -> None:
     assert [(p.kind, p.floor, p.symmetric) for p in one.points] == [
         (p.kind, p.floor, p.symmetric) for p in other.points
     ]
-    assert len(one.biases) == len(other.biases)
     for a, b in zip(one.activations, other.activations, strict=True):
+        if not a.ranges and all(r.source == "made-up inputs" for _, r in b.ranges):
+            continue  # what `prepare` leaves in floating point without data, `adopt` makes inputs up for
         assert [bits for bits, _ in a.ranges] == [bits for bits, _ in b.ranges], (a.name, b.name)
         for (_, x), (_, y) in zip(a.ranges, b.ranges, strict=True):
             size = max(abs(x.low), abs(x.high))
@@ -82,6 +83,10 @@ def test_both_readers_come_to_the_same_plan(name: str, per_channel: bool, tmp_pa
     compare_points(net.plan, master.plan)
     net.set_bits(weights=4, activations=8)
     ours, theirs = net.numbers(), master.plan.at(Bits(4, 8), tensors=master.tensors)
+    # The exporter gives convolutions without a bias one of zeros.
+    found = [[b.weight for b in n.plan.biases if np.any(n.tensors[b.name])] for n in (ours, theirs)]
+    places = [[w.name for w in n.plan.weights] for n in (ours, theirs)]
+    assert [places[0].index(name) for name in found[0]] == [places[1].index(name) for name in found[1]]
     for one, other in zip(net.plan.weights, master.plan.weights, strict=True):
         a, b = ours.codes(one.name), theirs.codes(other.name)
         assert a.values.size == b.values.size

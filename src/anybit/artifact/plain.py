@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import NodeProto, TensorProto, helper, version_converter
+from onnx import NodeProto, TensorProto, helper, numpy_helper, version_converter
 from onnx.reference import ReferenceEvaluator
 
 from anybit.artifact import protobuf_scan
@@ -39,6 +39,7 @@ def read_model_file(path: Path) -> OnnxModel:
             model = _converted(model)
             as_bytes(model.graph)
         _settle(model)
+        _settle_casts(model)
         _fold_constants(model)
     except FileError:
         raise
@@ -113,10 +114,8 @@ def _settle(model: OnnxModel) -> None:
             swap[swap[value.name]] = f"{value.name}.input.inner"  # who has that name already, as masters do
             nodes.append(helper.make_node("Identity", [value.name], [swap[value.name]], name=f"{value.name}/Identity"))
     for node in graph.node:
-        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-            tensor = graph.initializer.add()
-            tensor.CopyFrom(node.attribute[0].t)
-            tensor.name = node.output[0]
+        if node.op_type == "Constant" and (constant := _constant(node)) is not None:
+            graph.initializer.add().CopyFrom(constant)
             continue
         for names in (node.input, node.output):
             names[:] = [swap.get(name, name) for name in names]
@@ -129,6 +128,39 @@ def _settle(model: OnnxModel) -> None:
     graph.input.extend(inputs)
     del graph.node[:]
     graph.node.extend(nodes)
+
+
+_NUMBERS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
+
+
+def _constant(node: NodeProto) -> TensorProto | None:
+    """Return what a Constant node makes as a tensor, in whichever way it is written there; texts are none."""
+    tensor = TensorProto()
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        tensor.CopyFrom(attribute.t)
+    elif attribute.name in _NUMBERS:
+        value = helper.get_attribute_value(attribute)
+        tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, _NUMBERS[attribute.name])))
+    else:
+        return None
+    tensor.name = node.output[0]
+    return tensor
+
+
+def _settle_casts(model: OnnxModel) -> None:
+    """Let a constant that is cast to the type of some value be cast to that type by its name."""
+    casts = [node for node in model.graph.node if node.op_type == "CastLike"]
+    if not casts:
+        return
+    graph = onnx.shape_inference.infer_shapes(model.proto).graph
+    kinds = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input)}
+    for node in casts:
+        if kinds.get(node.input[1]):
+            node.op_type = "Cast"
+            del node.attribute[:]
+            node.attribute.append(helper.make_attribute("to", kinds[node.input[1]]))
+            del node.input[1:]
 
 
 FOLDED = {

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from anybit.graph.view import Array, Follow, Graph, Node, Norm, Shape, except_for, permuted, reduced, reshaped, stays
 
@@ -137,7 +138,7 @@ def _value(node: fx.Node) -> str:
 
 
 def _shape(value: Tensor) -> Shape:
-    return tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+    return tuple(int(size) if is_concrete_int(size) else str(size) for size in value.shape)
 
 
 def _read(module: fx.GraphModule, node: fx.Node, graph: Graph) -> Node:
