@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 
 import pytest
+
+# A second device, once registered, is there for everything in its process; test_second_device.py starts one for these.
+collect_ignore_glob = [] if os.environ.get("ANYBIT_SECOND_DEVICE") else ["test_device_*.py"]
 
 PROGRAMS = ("Chromium", "PostgreSQL", "playwright")
 """What a machine may lack, so that whole files of tests are skipped."""

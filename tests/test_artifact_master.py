@@ -276,11 +276,6 @@ def external(model: onnx.ModelProto, where: str) -> None:
     tensor.ClearField("raw_data")
 
 
-def subgraph(model: onnx.ModelProto) -> None:
-    body = helper.make_graph([], "body", [], [])
-    model.graph.node.append(helper.make_node("Loop", ["", ""], ["loop"], body=body))
-
-
 def bomb(model: onnx.ModelProto) -> None:
     model.graph.initializer.append(numpy_helper.from_array(np.array([2**20, 2**20]), "huge"))
     model.graph.node.append(helper.make_node("ConstantOfShape", ["huge"], ["bomb"]))
@@ -302,7 +297,6 @@ ATTACKS: dict[str, tuple[Callable[[onnx.ModelProto], Any], str]] = {
     "no groups": (lambda m: setattr(attribute_of(m, "Conv", "group"), "i", 0), "group must be 1 to 65536"),
     "strides": (lambda m: attribute_of(m, "Conv", "strides").ints.__setitem__(0, 0), "strides must be 1 to 65536"),
     "padding": (lambda m: attribute_of(m, "Conv", "pads").ints.__setitem__(0, 2**40), "pads must be 0 to 65536"),
-    "loop": (subgraph, "has a subgraph"),
     "custom": (lambda m: setattr(node_of(m, "Relu"), "domain", "evil"), "operator of domain 'evil'"),
     "unknown operator": (lambda m: setattr(node_of(m, "Relu"), "op_type", "Hack"), "no valid ONNX"),
     "bomb": (bomb, r"'bomb' would have the shape \[1048576, 1048576\]"),

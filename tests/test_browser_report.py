@@ -260,6 +260,6 @@ def test_hostile_files_are_text_in_the_browser_too(tmp_path: Path) -> None:
 def test_without_scripts_the_message_and_all_numbers_are_there(folder: Path) -> None:
     with open_page(folder / "report.html", java_script_enabled=False) as opened:
         page = opened.page
-        assert page.inner_text("h1").startswith("At W")
+        assert page.inner_text("h1").startswith("At ")
         assert page.locator("[data-at]").locator("visible=true").count() == 1
         assert page.locator(".numbers").first.locator("tr").count() == 9

@@ -48,13 +48,17 @@ def made_again(graph: onnx.GraphProto, header: dict[str, Any]) -> None:
     graph.node.append(onnx.helper.make_node("Relu", ["conv"], ["relu"]))
 
 
+def _weight(header: dict[str, Any]) -> dict[str, Any]:
+    return next(point for point in header["plan"]["points"] if point["kind"] == "weight")
+
+
 CHANGES: dict[str, tuple[Callable[[onnx.GraphProto, dict[str, Any]], None], str]] = {
     "a weight twice, with other values": (twice, r"'a\.weight' is made twice"),
     "a value made twice": (made_again, "'relu' is made twice"),
     "an infinite bias": (infinite, r"'b\.bias', a bias of Gemm, has infinite entries"),
-    "an axis that is not there": (lambda graph, header: header["weights"][0].update(axis=7), "must be 0 to 3, got 7"),
-    "channels that are not there": (lambda g, header: header["weights"][0].update(channels=9), "must be 0 to 3, got 9"),
-    "pages of text": (lambda graph, header: header["weights"][0].update(floor="x" * 10**6), "must be a whole number"),
+    "an axis that is not there": (lambda graph, header: _weight(header).update(axis=7), "must be 0 to 3, got 7"),
+    "channels that are not there": (lambda g, header: _weight(header).update(channels=9), "must be 0 to 3, got 9"),
+    "pages of text": (lambda graph, header: _weight(header).update(floor="x" * 10**6), "must be a whole number"),
 }
 
 

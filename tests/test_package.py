@@ -97,7 +97,7 @@ def test_without_torch_the_light_half_works() -> None:
     assert done.stdout == "W4A8 QuantSpec(bits=4, symmetric=True, signed=True, axis=None)\n"
 
 
-RUNTIME = {"export", "load", "report"}
+RUNTIME = {"adopt", "export", "load", "report"}
 """Public names that load on first use, but need no PyTorch."""
 
 
@@ -248,7 +248,7 @@ except ImportError:
 
 
 ROOMS = (
-    "errors", "spec", "policy", "common", "graph", "plan", "artifact", "simulate", "objectives", "models", "data",
+    "errors", "common", "spec", "policy", "graph", "plan", "artifact", "simulate", "objectives", "models", "data",
     "evaluate", "train", "pages", "serve", "demo", "cli", "__main__",
 )  # fmt: skip
 """Every room, in the order in which they know of each other: a room imports only rooms that stand before it."""
@@ -294,7 +294,7 @@ def test_what_decides_needs_only_numpy(name: str) -> None:
 LIGHT = [
     name
     for name in MODULES
-    if room(name) in ("errors", "spec", "policy", "common", "graph", "plan", "artifact", "pages", "serve")
+    if room(name) in ("errors", "common", "spec", "policy", "graph", "plan", "artifact", "pages", "serve")
     and name != "anybit.graph.from_torch"
 ]
 

@@ -46,7 +46,7 @@ HOSTILE: dict[str, Callable[[BinaryIO], object]] = {
 TRY = """
 import resource, sys
 from pathlib import Path
-from anybit.artifact.adopt import read_bundle
+from anybit.artifact.plain import read_model_file
 from anybit.artifact.master import open_master
 from anybit.errors import FileError
 import onnxruntime
@@ -57,7 +57,7 @@ pages = int(Path("/proc/self/statm").read_text().split()[0])
 room = pages * resource.getpagesize() + 2 * path.stat().st_size + 3 * path.stat().st_size + 200 * 10**6
 resource.setrlimit(resource.RLIMIT_AS, (room, room))
 used = resource.getrusage(resource.RUSAGE_SELF)
-for read in (open_master, read_bundle):
+for read in (open_master, read_model_file):
     before = resource.getrusage(resource.RUSAGE_SELF)
     try:
         read(path)

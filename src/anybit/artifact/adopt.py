@@ -41,8 +41,8 @@ def adopt(
     calibration: Iterable[Feed] | None = None,
     method: str = "min-max",
     input_range: Interval | Mapping[str, Interval] | None = None,
-    symmetric: bool = True,
-    per_channel: bool = False,
+    symmetric: bool = False,
+    per_channel: bool = True,
     sigmas: float = 6.0,
     ends: str = "same",
     helpers: str | Iterable[str] = (),
@@ -58,8 +58,9 @@ def adopt(
             and, where those tell nothing, from inputs that are made up; the plan says which.
         method: How calibration sets a range; this and the next settings are those of `anybit.prepare`.
         input_range: The interval of the network's input, which is then quantized too.
-        symmetric: Grids with zero in the middle, or fitted to both ends.
-        per_channel: One scale per output channel of a weight.
+        symmetric: Grids with zero in the middle, instead of fitted to both ends. A hard-swish goes from -0.4 to 20: on
+            a symmetric grid half of the codes would be wasted.
+        per_channel: One scale per output channel of a weight, without which some networks go dead at 8 bits.
         sigmas: How many standard deviations around the mean a range from batch norm covers.
         ends: How the first and last layers are treated: "same", "8-bit" or "float".
         helpers: What to do for accuracy without data: "equalize", "bias", "sums", "clip", or "all".

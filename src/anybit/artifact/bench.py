@@ -134,13 +134,19 @@ def speedup(before: Sequence[float] | None, after: Sequence[float]) -> tuple[flo
 
 
 def input_shapes(session: Session) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each input without its batch dimension; the other dimensions must be fixed."""
+    """Return the shape of each input without its batch dimension; where one is free, the size it was captured with."""
+    captured = {a.name: a.shape for a in session.plan.activations if a.kind == "input"}
     shapes = {}
     for value in session.master.graph.graph.input:
         dims = value.type.tensor_type.shape.dim
-        if not dims or any(not dim.HasField("dim_value") for dim in dims[1:]):
+        known = captured.get(value.name, ())
+        sizes = [
+            dim.dim_value if dim.HasField("dim_value") else known[d] if d < len(known) else None
+            for d, dim in enumerate(dims)
+        ]
+        if not dims or any(not isinstance(size, int) for size in sizes[1:]):
             raise DataError(f"{session.master.path}: input {value.name!r} has a free dimension besides the batch")
-        shapes[value.name] = tuple(dim.dim_value for dim in dims[1:])
+        shapes[value.name] = tuple(int(size) for size in sizes[1:] if isinstance(size, int))
     return shapes
 
 

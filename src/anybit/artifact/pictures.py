@@ -56,9 +56,9 @@ def read_inputs(
 
 def _array(path: Path, shape: Sequence[int]) -> Floats:
     array = read_array(path)
-    if array.shape == tuple(shape):
+    if _fits(array.shape, shape):
         array = array[None]
-    if array.shape[1:] != tuple(shape) or len(array) == 0 or array.dtype.kind not in "fiub":
+    if not _fits(array.shape[1:], shape) or len(array) == 0 or array.dtype.kind not in "fiub":
         found = f"{list(array.shape)} {printable(array.dtype, 40)}"
         raise DataError(f"{path}: an array of shape {list(shape)} is expected, got {found}")
     with np.errstate(over="ignore"):
@@ -80,6 +80,11 @@ def read_array(path: Path) -> npt.NDArray[Any]:
     except Exception as error:  # a damaged header fails in a dozen ways, each with an exception of its own
         raise DataError(f"{path}: cannot be read as a numpy array ({printable(error, 200)}); save it again") from error
     return array
+
+
+def _fits(found: Sequence[int], shape: Sequence[int]) -> bool:
+    """Tell whether a shape is the one that is wanted, in which 0 stands for any size."""
+    return len(found) == len(shape) and all(size in (0, own) for size, own in zip(shape, found, strict=True))
 
 
 def _picture(path: Path, shape: Sequence[int], mean: Sequence[float], std: Sequence[float]) -> Floats:
@@ -176,7 +181,8 @@ def count_scans(data: bytes) -> int:
 
 def as_batch(picture: Any, shape: Sequence[int], *, mean: Sequence[float], std: Sequence[float]) -> Floats:
     """Return what `decode` gives as a batch of one: scaled to size, to numbers from 0 to 1, and normalized."""
-    channels, height, width = shape
+    channels = shape[0]
+    height, width = shape[1] or picture.height, shape[2] or picture.width  # a free size is that of the picture
     mode, smooth = "RGB" if channels == 3 else "L", pillow().Resampling.BILINEAR
     scaled = np.asarray(picture.convert(mode).resize((width, height), smooth), np.float32)
     pixels = scaled.reshape(height, width, channels) / 255

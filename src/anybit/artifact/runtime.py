@@ -10,6 +10,7 @@ from onnx import TensorProto
 
 from anybit.artifact.bounds import limit_memory
 from anybit.artifact.model import OnnxModel
+from anybit.common.text import printable
 from anybit.errors import FileError
 
 EXACT = "session.x64quantprecision"
@@ -57,7 +58,7 @@ def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: 
         data = model.proto.SerializeToString()
         engine = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime has no common base for its exceptions
-        reason = " ".join(str(error).split())[:300]
+        reason = printable(" ".join(str(error).split()), 200)
         raise FileError(f"{where}: ONNX Runtime does not take this graph ({reason})") from error
     engine.large_tensors = values  # it computes on the arrays themselves, so they must live as long as it does
     return engine

@@ -184,6 +184,8 @@ def _as_input(x: npt.ArrayLike, wanted: Any) -> Array:
         found = getattr(x, "dtype", type(x).__name__)
         raise DataError(f"input {wanted.name!r} takes numbers of type {wanted.type}; got {found}") from None
     shape = wanted.shape
+    if not shape and array.ndim:  # a file that does not say how many dimensions it wants
+        return np.ascontiguousarray(array, kind)
     fits = array.ndim == len(shape) and all(
         not isinstance(size, int) or size == found for size, found in zip(shape, array.shape, strict=True)
     )

@@ -28,7 +28,7 @@ def adopt(
     ] = None,
     mean: Annotated[str, typer.Option(help="Mean of the pixels (0 to 1), one number or one per channel.")] = "0",
     std: Annotated[str, typer.Option(help="Deviation of the pixels, one number or one per channel.")] = "1",
-    per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = False,
+    per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = True,
     store: Annotated[str, typer.Option(help="How weights are stored: fp32, fp16 or int8.")] = "fp32",
 ) -> None:
     """Write a master made of a plain ONNX model, without its training code and without PyTorch.
@@ -105,11 +105,11 @@ def numbers(text: str, what: str) -> list[float]:
 
 
 def one_input(model: onnx.ModelProto, path: Path) -> tuple[str, tuple[int, ...]]:
-    """Return name and shape of a model's only input, without the batch dimension."""
+    """Return name and shape of a model's only input, without the batch dimension; a free size is 0."""
     values: list[Any] = list(model.graph.input)
     if len(values) != 1:
         raise DataError(f"{path}: takes {len(values)} inputs; calibration from files is for models with one")
     sizes = [dim.dim_value for dim in values[0].type.tensor_type.shape.dim][1:]
-    if not sizes or not all(sizes):
-        raise DataError(f"{path}: the input {values[0].name!r} has no fixed shape behind its batch dimension")
+    if not sizes:
+        raise DataError(f"{path}: the input {values[0].name!r} has no shape; pass .npy files to anybit.adopt in Python")
     return values[0].name, tuple(sizes)

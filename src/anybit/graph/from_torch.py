@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,7 +101,23 @@ def read_torch(module: fx.GraphModule) -> Graph:
             graph.outputs = [_value(n) for n in node.all_input_nodes]
         elif node.op == "call_function" and not _hidden(node):
             graph.nodes.append(_read(module, node, graph))
+    _name_sizes(module, graph)
     return graph
+
+
+def _name_sizes(module: fx.GraphModule, graph: Graph) -> None:
+    """Call free sizes what a person would: N for the batch, else the input and its dimension."""
+    names: dict[str, str] = {}
+    for node in [node for node in module.graph.nodes if node.op == "placeholder"]:
+        value = node.meta.get("val")
+        for d, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if not is_concrete_int(size):
+                names.setdefault(str(size), "N" if d == 0 else f"{node.name}_{d}")
+
+    def named(size: Any) -> Any:
+        return re.sub(r"\bs\d+\b", lambda m: names.get(m[0], m[0]), size) if isinstance(size, str) else size
+
+    graph.shapes = {name: tuple(named(size) for size in shape) for name, shape in graph.shapes.items()}
 
 
 def _hidden(node: fx.Node) -> bool:

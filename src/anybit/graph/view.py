@@ -233,6 +233,7 @@ def _count(sizes: Shape) -> tuple[int, tuple[str, ...]]:
 def by_output(weight: Array, axis: int, groups: int) -> Array:
     """Return a weight as (output channel, input channel of its group, tap).
 
+    >>> import numpy as np
     >>> by_output(np.arange(4).reshape(2, 2), 1, 1)[:, :, 0].tolist()
     [[0, 2], [1, 3]]
     """
@@ -246,6 +247,7 @@ def by_output(weight: Array, axis: int, groups: int) -> Array:
 def scale_outputs(weight: Any, factor: Any, axis: int, groups: int) -> Any:
     """Multiply each output channel of a weight by its factor; for numpy and torch arrays alike.
 
+    >>> import numpy as np
     >>> scale_outputs(np.ones((2, 2)), np.array([1.0, 3.0]), 1, 1).tolist()
     [[1.0, 3.0], [1.0, 3.0]]
     """

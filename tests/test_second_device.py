@@ -1,0 +1,24 @@
+"""What runs on a second device is tested in a process of its own: PyTorch cannot forget a device again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(path.name for path in HERE.glob("test_device_*.py")))
+def test_on_a_second_device(name: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)]
+    environment = {**os.environ, "ANYBIT_SECOND_DEVICE": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, env=environment, cwd=HERE.parent, capture_output=True, text=True, timeout=880)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
