@@ -271,7 +271,7 @@ def test_an_interrupted_run_keeps_its_log_and_makes_no_checkpoint(error: BaseExc
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
-    wild = OptimizerRecipe(lr=1e3, momentum=0.0, weight_decay=0.0)
+    wild = OptimizerRecipe(lr=1e30, momentum=0.0, weight_decay=0.0)
     recipe = dataclasses.replace(TINY, epochs=2, optimizer=wild, penalty=PenaltyRecipe())
     with pytest.raises(NonFiniteError, match="learning rate"):
         train(recipe, digits(), tmp_path)

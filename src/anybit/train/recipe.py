@@ -35,7 +35,8 @@ def _not_negative(most: int = MOST, **values: float) -> None:
         if not 0 <= value < math.inf:
             raise SpecError(f"{name} must be zero or more, got {quoted(value)}")
         if value > most:
-            raise SpecError(f"{name} must be at most {most:,}, got {quoted(value)}")
+            limit = f"{most:,}" if most <= MOST else f"{most:.0e}"
+            raise SpecError(f"{name} must be at most {limit}, got {quoted(value)}")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class OptimizerRecipe:
     """Epochs over which the rate rises from zero."""
 
     def __post_init__(self) -> None:
-        _positive(1000, lr=self.lr)
+        _positive(10**30, lr=self.lr)  # far beyond any that trains; what diverges says so itself
         _not_negative(momentum=self.momentum, weight_decay=self.weight_decay, warmup=self.warmup)
         if self.momentum >= 1:
             raise SpecError(f"momentum must be below one, got {self.momentum}")
