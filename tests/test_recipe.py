@@ -149,7 +149,7 @@ def test_the_two_digits_recipes_belong_together() -> None:
         ("weight = 1e-3", "weight = -1e-3", "penalty.weight must be zero or more, got -0.001"),
         ("weight = 1e-3", "start = -1", "penalty.start must be zero or more, got -1"),
         ('name = "try"', 'name = "../../etc"', "name is used as a folder and must be a plain word, got '../../etc'"),
-        ("lr = 0.01", "lr = 1e308", "optimizer.lr must be at most 1e+30, got 1e+308"),
+        ("lr = 0.01", "lr = 1e308", "optimizer.lr must be at most 1e+31, got 1e+308"),
         ("multiplier = 2", "multiplier = 1e9", "model.multiplier must be at most 100, got 1000000000.0"),
         ("epochs = 3", "epochs = 1000000000000", "epochs must be at most 1,000,000, got 1000000000000"),
         ("batch = 32", "batch = 10000000000", "data.batch must be at most 1,000,000, got 10000000000"),

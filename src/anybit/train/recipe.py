@@ -75,7 +75,7 @@ class OptimizerRecipe:
     """Epochs over which the rate rises from zero."""
 
     def __post_init__(self) -> None:
-        _positive(10**30, lr=self.lr)  # far beyond any that trains; what diverges says so itself
+        _positive(10**31, lr=self.lr)  # far beyond any that trains; what diverges says so itself
         _not_negative(momentum=self.momentum, weight_decay=self.weight_decay, warmup=self.warmup)
         if self.momentum >= 1:
             raise SpecError(f"momentum must be below one, got {self.momentum}")
