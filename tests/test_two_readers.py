@@ -55,7 +55,7 @@ def both(case: Case, folder: Path, *, per_channel: bool) -> tuple[QuantizedNetwo
         model, case.inputs(4), per_channel=per_channel, calibration=batches and [(batch, None) for batch in batches]
     )
     feeds = batches and [feed(batch, names) for batch in batches]
-    adopt(path, folder / "adopted.onnx", calibration=feeds, per_channel=per_channel)
+    adopt(path, folder / "adopted.onnx", calibration=feeds, per_channel=per_channel, symmetric=True)
     return net, folder / "adopted.onnx"
 
 
