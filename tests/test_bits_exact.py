@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, images, warmed_up
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import numpy_helper
@@ -160,6 +160,29 @@ def test_the_table_has_one_set_of_numbers(case: Case, way: dict[str, Any], tmp_p
     check(net, tmp_path, WIDTHS)
 
 
+LARGE: list[tuple[str, dict[str, Any], list[int]]] = [
+    ("vgg-like", {"per_channel": True, "helpers": "all"}, [2, 5, 8, 16]),
+    ("resnet18", {"per_channel": True, "symmetric": False}, [3, 4, 12]),
+    ("mobilenetv2", {"symmetric": False, "helpers": ["equalize", "bias"]}, [4, 9]),
+    ("kinks", {"per_channel": True, "helpers": ["clip", "sums"]}, WIDTHS),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "way", "widths"), LARGE, ids=[name for name, *_ in LARGE])
+def test_large_networks_have_one_set_of_numbers(
+    name: str, way: dict[str, Any], widths: list[int], tmp_path: Path
+) -> None:
+    (case,) = [c for c in CASES if c.name == name]
+    torch.manual_seed(0)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(case.inputs(4), None)], **way)
+    check(net, tmp_path, widths)
+
+
+def test_every_network_of_the_table_is_compared() -> None:
+    assert {case.name for case in CASES} == {case.name for case in QUICK} | {name for name, *_ in LARGE}
+
+
 # Drawn networks
 
 
@@ -211,10 +234,12 @@ networks = st.fixed_dictionaries(
         ),
         "groups": st.sampled_from([1, 2]),
         "faint": st.sampled_from([0.0, 1e-12, -1e-12, 1e-3]),
-        "factor": st.sampled_from([2.0**-6, 1.0, 2.0**6]),
+        "factor": st.sampled_from([1e-8, 2.0**-6, 1.0, 2.0**6, 1e8]),
         "dtype": st.sampled_from([torch.float16, torch.bfloat16, torch.float64, torch.float32]),
     }
-)
+).filter(lambda n: n["dtype"] != torch.float16 or 1e-3 < n["factor"] < 1e3)  # float16 ends at 65504
+EXTREME = {"kinds": ["plain", "twice", "transposed"], "groups": 2, "faint": 1e-12, "dtype": torch.float32}
+EVERYTHING = {"symmetric": False, "per_channel": True, "helpers": "all", "ends": "same"}
 ways = st.fixed_dictionaries(
     {
         "symmetric": st.booleans(),
@@ -237,6 +262,8 @@ def drawn(settings: dict[str, Any]) -> nn.Module:
 
 
 @given(networks, ways, st.integers(0, 2))
+@example({**EXTREME, "factor": 1e8}, EVERYTHING, 0)
+@example({**EXTREME, "factor": 1e-8}, {**EVERYTHING, "symmetric": True, "per_channel": False}, 1)
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_drawn_networks_have_one_set_of_numbers(
     tmp_path_factory: pytest.TempPathFactory, network: dict[str, Any], way: dict[str, Any], first: int

@@ -23,6 +23,7 @@ from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
 from anybit.artifact.runtime import compile_model
 from anybit.common.provenance import origin
+from anybit.common.text import printable
 from anybit.errors import DataError, FileError, SpecError
 from anybit.graph.from_onnx import read_onnx
 from anybit.graph.view import Graph
@@ -210,7 +211,7 @@ def _calibrated(
         try:
             found = engine.run(list(places), {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted})
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
-            reason = " ".join(str(error).split())[:200]
+            reason = printable(error, 200)
             raise DataError(f"{where}: a calibration input cannot be run ({reason})") from error
         watch.update(dict(zip(places.values(), found, strict=True)))
         seen = True
