@@ -53,6 +53,10 @@ class Input:
     shape: tuple[int, ...] | None
     usual: tuple[int, ...] = ()
 
+    def settle(self, how: Preprocessing) -> Preprocessing:
+        """Return how pictures are fed to this input; a size that neither says is that of the capture."""
+        return how.settled((not how.size and self.usual) or self.shape or ())
+
     def __str__(self) -> str:
         sizes = " x ".join(str(size) if size else "any" for size in self.shape or ()) or "one number"
         return f"input {self.name!r} ({'any shape' if self.shape is None else sizes}, {self.kind})"
@@ -313,7 +317,7 @@ def _picture(path: Path, value: Input, how: Preprocessing) -> Array:
 def fed(how: Preprocessing, picture: Any, value: Input) -> Array:
     """Return a picture as one input of a network."""
     try:
-        settled = how.settled((value.shape if how.size else value.usual) or ())
+        settled = value.settle(how)
     except DataError as error:
         raise DataError(f"the network {error}") from error
     if value.kind is None or value.kind.kind == "b":
