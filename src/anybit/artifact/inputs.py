@@ -251,9 +251,7 @@ def _archive(path: Path, inputs: Sequence[Input]) -> Iterator[tuple[Input, list[
         return
     if missing := sorted(names - set(arrays)):
         held = ", ".join(printable(key, 40) for key in list(arrays)[:9])
-        raise DataError(
-            f"{path}: has no array {missing[0]!r}; its keys must be the names of the inputs, they are {held}"
-        )
+        raise DataError(f"{path}: has no array {missing[0]!r}; its keys must be the names of the inputs, got {held}")
     for value in inputs:
         yield value, examples(arrays[value.name], value, f"{path}: {value.name}")
 
@@ -304,7 +302,7 @@ def converted(array: Array, value: Input, where: str) -> Array:
     if not whole or low < ends[0] or high > ends[1]:
         got = f"{low:g} to {high:g}" if whole else "fractions"
         raise DataError(f"{where}: input {value.name!r} takes {value.kind}, from {ends[0]:g} to {ends[1]:g}; got {got}")
-    return np.ascontiguousarray(array, value.kind)
+    return np.asarray(array, value.kind, order="C")  # np.ascontiguousarray would make one number a list
 
 
 def _picture(path: Path, value: Input, how: Preprocessing) -> Array:
