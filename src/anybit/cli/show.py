@@ -12,7 +12,8 @@ from anybit.pages.rows import Summary
 
 __all__ = ["accuracy_table", "console", "errors", "progress_bars"]
 
-console = Console()
+console = Console(emoji=False)
+"""A file may be called :boom:, and is then shown so."""
 
 
 def accuracy_table(title: str, summaries: Iterable[Summary], *, gain: tuple[str, str] | None = None) -> Table:
