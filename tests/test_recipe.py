@@ -12,7 +12,7 @@ from anybit.data import DATASETS
 from anybit.errors import RecipeError, SpecError
 from anybit.models import MODELS
 from anybit.spec import Bits
-from anybit.train.checkpoint import check_room
+from anybit.task.checkpoint import check_room
 from anybit.train.recipe import FLAGSHIP, PenaltyRecipe, Recipe, load_recipe, parse_recipe
 
 RECIPES = Path(__file__).parents[1] / "src" / "anybit" / "recipes"

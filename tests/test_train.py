@@ -23,7 +23,7 @@ from anybit.errors import CheckpointError, NonFiniteError, SpecError
 from anybit.evaluate.accuracy import evaluate
 from anybit.models import build_model
 from anybit.spec import Bits
-from anybit.train.checkpoint import load_model, read_checkpoint
+from anybit.task.checkpoint import load_model, read_checkpoint
 from anybit.train.clock import Clock, time_running
 from anybit.train.loop import fit, make_optimizer, steps_of, train, validate
 from anybit.train.recipe import (
