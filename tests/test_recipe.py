@@ -129,7 +129,11 @@ def test_the_two_digits_recipes_belong_together() -> None:
         ('[model]\nname = "small-conv"\nmultiplier = 2', 'model = "small"', "'model' must be a table ([model]), got"),
         # one of a few
         ('norm = "l2"', 'norm = "l3"', "'penalty.norm' must be one of l1, l2; got 'l3'"),
-        ('name = "adam"', 'name = "adm"', "'optimizer.name' must be one of sgd, adam; got 'adm'; did you mean 'adam'?"),
+        (
+            'name = "adam"',
+            'name = "adm"',
+            "'optimizer.name' must be one of sgd, adam, adamw; got 'adm'; did you mean 'adam'?",
+        ),
         ('schedule = "constant"', "schedule = 3", "'optimizer.schedule' must be one of cosine, constant; got 3"),
         # missing keys
         ("epochs = 3", "", "missing key 'epochs'"),

@@ -7,8 +7,7 @@ to its view, and run for calibration.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
+from anybit.artifact.coverage import coverage, table_rows
+from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import STORES, Header
-from anybit.artifact.made_up import TYPES, made_up_inputs
+from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
-from anybit.artifact.runtime import compile_model
+from anybit.artifact.runtime import TYPES, compile_model, run_in_time, time_limit
 from anybit.common.provenance import origin
 from anybit.errors import DataError, FileError, SpecError
 from anybit.graph.from_onnx import read_onnx
@@ -47,6 +48,7 @@ def adopt(
     ends: str = "same",
     helpers: str | Iterable[str] = (),
     store: str = "fp32",
+    preprocessing: Preprocessing | None = None,
     about: dict[str, Any] | None = None,
 ) -> Plan:
     """Write a master made of a plain ONNX model, and return its plan.
@@ -65,7 +67,8 @@ def adopt(
         ends: How the first and last layers are treated: "same", "8-bit" or "float".
         helpers: What to do for accuracy without data: "equalize", "bias", "sums", "clip", or "all".
         store: How weights are stored: "fp32", "fp16" or "int8".
-        about: What a reader should know, ready for JSON.
+        preprocessing: How pictures become inputs; stored in the master, so that `anybit run` and others feed them so.
+        about: What else a reader should know, ready for JSON.
 
     Raises:
         FileError: The file cannot be read, is quantized already, or has nothing to quantize.
@@ -74,19 +77,25 @@ def adopt(
         raise SpecError(f"store must be one of {', '.join(STORES)}; got {store!r}")
     settings = Settings.of(ends=ends, helpers=helpers, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas)
     model = read_model_file(Path(path))
+    first: list[Feed] = []
+    if calibration is not None:
+        calibration = _remembered(calibration, first)
     plan = plan_for(model, settings, calibration, method, input_range, where=str(path))
-    share = quantized_share(model, plan)
-    known = {"adopted_from": Path(path).name, "origin": origin(), "quantized_share": share, **(about or {})}
+    found = coverage(model, plan, first[0] if first else None, where=str(path))
+    if not found.weights:
+        raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan)}; nothing was written")
+    known = {"adopted_from": Path(path).name, "origin": origin(), "quantized": found.to_dict()}
+    known |= {"shapes": {name: list(np.shape(x)) for name, x in first[0].items()}} if first else {}
+    known |= {**(about or {}), **(preprocessing.to_about() if preprocessing else {})}
     write_master(out, model, Header(plan, store, known))
     return plan
 
 
-def quantized_share(model: OnnxModel, plan: Plan) -> float:
-    """Return which part of a model's weights the plan rounds: of all stored numbers in two or more dimensions."""
-    floats = [t for t in model.graph.initializer if t.data_type == TensorProto.FLOAT and len(t.dims) > 1]
-    rounded = {weight.place for weight in plan.weights}
-    total = sum(math.prod(t.dims) for t in floats)
-    return sum(math.prod(t.dims) for t in floats if t.name in rounded) / total if total else 0.0
+def _remembered(feeds: Iterable[Feed], first: list[Feed]) -> Iterator[Feed]:
+    """Hand on inputs, and keep the first one."""
+    for feed in feeds:
+        first[:] = first or [feed]
+        yield feed
 
 
 def plan_for(
@@ -110,7 +119,7 @@ def plan_for(
     elif unknown := [a.name for a in plan.activations if not a.ranges and a.kind != "input"]:
         watch = Calibration(plan, method, only=unknown, source="made-up inputs")
         with contextlib.suppress(DataError):  # nothing that was made up runs: those values stay in floating point
-            plan = _calibrated(model, watch, None, ids=_rows(graph), interval=_intervals(plan), where=where)
+            plan = _calibrated(model, watch, None, ids=table_rows(model), interval=_intervals(plan), where=where)
     return joined(plan, built.joined)
 
 
@@ -119,14 +128,6 @@ def _why_none(plan: Plan) -> str:
     if plan.left:
         return f"{plan.left[0].name} and {len(plan.left) - 1} more are operators that are not known here"
     return "convolutions, matrix products and recurrent cells with stored weights are"
-
-
-def _rows(graph: Graph) -> int:
-    """Return how many rows the smallest table has that something is looked up in."""
-    tables = [
-        graph.constants[n.inputs[0]] for n in graph.nodes if n.name == "Gather" and n.inputs[0] in graph.constants
-    ]
-    return min((len(t) for t in tables if t.ndim > 1 and t.dtype.kind == "f"), default=10)
 
 
 def _intervals(plan: Plan) -> dict[str, Interval]:
@@ -204,10 +205,10 @@ def _calibrated(
     seen = False
     for feed in feeds:
         try:
-            found = engine.run(list(places), {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted})
-        except Exception as error:  # ONNX Runtime has no common base for its exceptions
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(f"{where}: a calibration input cannot be run ({reason})") from error
+            values: Feed = {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted}
+            found = run_in_time(engine, list(places), values, time_limit())
+        except (DataError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{where}: a calibration input cannot be run ({error})") from error
         watch.update(dict(zip(places.values(), found, strict=True)))
         seen = True
     if not seen:

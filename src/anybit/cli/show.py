@@ -12,7 +12,8 @@ from anybit.pages.rows import SHARES, Summary, shown
 
 __all__ = ["accuracy_table", "console", "errors", "metric_table", "progress_bars"]
 
-console = Console()
+console = Console(emoji=False)
+"""A file may be called :boom:, and is then shown so."""
 
 
 def metric_table(metric: str, about: str, summaries: Iterable[Summary]) -> Table:

@@ -5,16 +5,12 @@ It may also have `x_validation` and `y_validation`, or only a test part.
 
 from __future__ import annotations
 
-import math
-import warnings
-import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from anybit.common.text import printable
+from anybit.artifact.arrays import read_arrays
 from anybit.data.base import Dataset, Split
 from anybit.errors import DataError
 
@@ -23,9 +19,6 @@ NAMES = ("x_train", "y_train", "x_test", "y_test")
 VALIDATION_SHARE = 0.1
 MOST_CLASSES = 100_000
 """Labels run from 0; one above this is taken for a mistake, before a list of all classes fills the memory."""
-
-UNFOLDING, MOST_UNFOLDED = 3, 200 * 10**6
-"""Compressed arrays may take so many times the size of their file, and so many bytes more."""
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -76,55 +69,15 @@ def _set_apart(split: Split) -> tuple[Split, Split]:
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    try:
-        # Opened here, because np.load leaves a damaged archive open.
-        with path.open("rb") as raw, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers that Python 2 wrote
-            if raw.read(2) != b"PK":
-                raise ValueError("no archive of several arrays")
-            raw.seek(0)
-            file = np.load(raw, allow_pickle=False)
-            if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
-                raise ValueError("no archive of several arrays")
-            with file:
-                there = [f"{kind}_{part}" for part in PARTS if f"x_{part}" in file for kind in "xy"]
-                alone = set(file.files) == {"x_test", "y_test"}
-                wanted = there if alone else [*NAMES, *there]
-                if missing := [name for name in dict.fromkeys(wanted) if name not in file]:
-                    advice = "save it with np.savez(path, x_train=..., ...)"
-                    raise DataError(f"{path}: lacks {', '.join(missing)}; {advice}")
-                _check_sizes(file.zip, path, there)
-                return {name: file[name] for name in there}
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file; an .npz file with {', '.join(NAMES)} is expected here") from error
-    except DataError:
-        raise
-    except Exception as error:  # a damaged archive fails in a dozen ways, each with an exception of its own
-        reason = printable(error, 200)
-        raise DataError(f"{path}: not a whole .npz file ({reason}); save it again with np.savez") from error
-
-
-def _check_sizes(archive: zipfile.ZipFile, path: Path, names: Sequence[str]) -> None:
-    """Refuse arrays that claim more numbers than they hold, or that would unfold to fill the memory."""
-    entries = {entry.filename: entry for entry in archive.infolist()}
-    total, most = 0, UNFOLDING * path.stat().st_size + MOST_UNFOLDED
-    for name in names:
-        entry = entries.get(f"{name}.npy") or entries[name]
-        with archive.open(entry) as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
-            claimed = math.prod(shape) * dtype.itemsize + file.tell()
-        if dtype.hasobject:
-            raise ValueError("Object arrays cannot be loaded")
-        if claimed != entry.file_size:
-            raise DataError(f"{path}: {name} claims {claimed} bytes and has {entry.file_size}; save it again")
-        total += claimed
-    if total > most:
-        raise DataError(
-            f"{path}: its arrays would unfold to {total >> 20} MB, the file has {path.stat().st_size >> 20}; save it "
-            "with np.savez, not compressed"
-        )
+    """Return the arrays of every part; one for tests alone has no other arrays."""
+    if not path.exists():
+        raise DataError(f"{path}: no such file; an .npz file with {', '.join(NAMES)} is expected here")
+    arrays = read_arrays(path)
+    there = [f"{kind}_{part}" for part in PARTS if f"x_{part}" in arrays for kind in "xy"]
+    wanted = there if arrays.keys() == {"x_test", "y_test"} else [*NAMES, *there]
+    if missing := [name for name in dict.fromkeys(wanted) if name not in arrays]:
+        raise DataError(f"{path}: lacks {', '.join(missing)}; save it with np.savez(path, {missing[0]}=..., ...)")
+    return {name: arrays[name] for name in there}
 
 
 def _tensor(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
