@@ -137,7 +137,7 @@ def test_the_two_digits_recipes_belong_together() -> None:
         ('schedule = "constant"', "schedule = 3", "'optimizer.schedule' must be one of cosine, constant; got 3"),
         # missing keys
         ("epochs = 3", "", "missing key 'epochs'"),
-        ('name = "small-conv"', "", "missing key 'model.name'"),
+        ('name = "small-conv"', "", "model.name is for a network of anybit, factory ="),
         ('[data]\nname = "digits"\nbatch = 32\naugment = false', "", "missing key 'data'"),
         # out of range
         ("epochs = 3", "epochs = 0", "epochs must be above zero, got 0"),

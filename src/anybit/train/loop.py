@@ -292,6 +292,7 @@ def train(
                 first = 0 if saved is None else saved.steps
                 log = stack.enter_context(on_board(run.path / "tensorboard", log, start=first))
             times = fit(model, recipe, data, log=log, progress=progress, place=place, keeper=keeper)
+            place.same_buffers(model)
         results = validate(model, recipe, data, place=place)
         model.cpu()
         skipped = place.gathered(data.skipped)

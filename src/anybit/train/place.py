@@ -55,6 +55,11 @@ class Place:
         loss, norm = (values / self.processes).tolist()
         return replace(step, loss=loss, activation_norm=None if step.activation_norm is None else norm)
 
+    def same_buffers(self, model: nn.Module) -> None:
+        """Give all processes the leading one's buffers: each saw other examples in the last step."""
+        for buffer in model.buffers() if self.processes > 1 else ():
+            dist.broadcast(buffer, 0)
+
     def joined(self, model: nn.Module) -> nn.Module:
         """Return the model on this device, its gradients averaged over all processes."""
         model = model.to(self.device)
