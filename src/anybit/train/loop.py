@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from anybit.data import Batches, Dataset, Given
+from anybit.data import Batches, Dataset, Given, Split
 from anybit.errors import NonFiniteError, SpecError
 from anybit.evaluate.batches import Batch, Takes
 from anybit.evaluate.sweep import measure, sweep
@@ -170,12 +170,13 @@ def _epoch(
     moving.order = moving.generator.get_state()
     mixed = recipe.speed.precision == "bfloat16" and not _divides(penalty)
     takes, loss, least = Takes.of(moving.module), loss_by_name(recipe.loss), 1 + has_batch_norm(moving.module)
-    clock = Clock()
+    clock, biggest = Clock(), 0
     for index, raw in enumerate(batches.after(at.index), start=at.index):
         number = at.epoch * len(batches) + index
         rate = _set_rate(moving.optimizer, number, recipe, len(batches))
         batch = _laid_out(takes.split(raw).to(place.device), _layout(recipe))
-        if len(batch) < least and place.processes == 1:
+        biggest = max(biggest, len(batch))
+        if len(batch) < min(least, biggest) and place.processes == 1:
             continue  # a loader of the user's own may end in one example, which has no variance to normalize by
         whole = min(recipe.data.batch, batches.used - index * recipe.data.batch)
         whole = len(batch) * place.processes if isinstance(batches.split, Given) else whole
@@ -374,6 +375,9 @@ def _check_fit(model: nn.Module, recipe: Recipe, data: Dataset) -> None:
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise SpecError(f"{recipe.model.word} cannot take inputs of shape {data.shape}: {reason}") from error
+    single = recipe.data.batch == 1 and isinstance(data.train, Split)
+    if single and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
+        raise SpecError("data.batch = 1 gives batches of one example: batch norm needs two; change it")
 
 
 def _check_shares(recipe: Recipe, data: Dataset, place: Place) -> None:
