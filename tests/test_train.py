@@ -293,7 +293,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path) -> No
     with pytest.raises(SpecError, match=r"small-conv cannot take inputs of shape \(1, 2, 2\)"):
         train(TINY, small, tmp_path / "run")
     single = dataclasses.replace(TINY, data=DataRecipe("digits", batch=1))
-    with pytest.raises(SpecError, match="data.batch = 1 gives batches of one example"):
+    with pytest.raises(SpecError, match=r"data.batch = 1 gives batches of one example"):
         train(single, data, tmp_path / "run")
     with pytest.raises(SpecError, match="did you mean 'small-conv'"):
         train(dataclasses.replace(TINY, model=ModelRecipe("small-cov")), data, tmp_path / "run")
