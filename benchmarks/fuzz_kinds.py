@@ -317,7 +317,7 @@ class Recipes:
         return "\n".join(lines).encode(), True
 
     def use(self, path: Path) -> str:
-        from anybit.train.checkpoint import check_room
+        from anybit.task.checkpoint import check_room
         from anybit.train.recipe import load_recipe
 
         recipe = load_recipe(path)

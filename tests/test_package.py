@@ -249,7 +249,7 @@ except ImportError:
 
 ROOMS = (
     "errors", "common", "spec", "policy", "graph", "plan", "artifact", "simulate", "objectives", "models", "data",
-    "evaluate", "train", "pages", "serve", "demo", "cli", "__main__",
+    "evaluate", "task", "train", "pages", "serve", "demo", "cli", "__main__",
 )  # fmt: skip
 """Every room, in the order in which they know of each other: a room imports only rooms that stand before it."""
 
