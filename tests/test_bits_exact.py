@@ -160,6 +160,21 @@ def test_the_table_has_one_set_of_numbers(case: Case, way: dict[str, Any], tmp_p
     check(net, tmp_path, WIDTHS)
 
 
+@pytest.mark.parametrize(("case", "way"), [*zip(QUICK, WAYS, strict=True)], ids=[c.name for c in QUICK])
+def test_the_table_has_one_set_of_numbers_where_widths_are_fitted_to_data(
+    case: Case, way: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    data = case.inputs(8)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(data, None)], **way)
+    fitted = [(4, 4), (3, 8), (8, 8), (2, 2)]
+    names = [node.target for node in net.body.graph.nodes if node.op == "placeholder"]
+    given = data if isinstance(data, dict) else dict(zip(names, data, strict=True))
+    anybit.reconstruct(net, [given], fitted)
+    assert any(own.ranks for weight in net.plan.weights for own in weight.rounded)
+    check(net, tmp_path, [2, 3, 4, 5, 8, 12])
+
+
 # Drawn networks
 
 
