@@ -183,6 +183,19 @@ def test_every_network_of_the_table_is_compared() -> None:
     assert {case.name for case in CASES} == {case.name for case in QUICK} | {name for name, *_ in LARGE}
 
 
+@pytest.mark.parametrize(("case", "way"), [*zip(QUICK, WAYS, strict=True)], ids=[c.name for c in QUICK])
+def test_the_table_has_one_set_of_numbers_where_widths_are_fitted_to_data(
+    case: Case, way: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    data = case.inputs(8)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(data, None)], **way)
+    fitted = [(4, 4), (3, 8), (8, 8), (2, 2)]
+    anybit.reconstruct(net, [data], fitted)
+    assert any(own.ranks for weight in net.plan.weights for own in weight.rounded)
+    check(net, tmp_path, [2, 3, 4, 5, 8, 12])
+
+
 # Drawn networks
 
 

@@ -97,7 +97,7 @@ def test_without_torch_the_light_half_works() -> None:
     assert done.stdout == "W4A8 QuantSpec(bits=4, symmetric=True, signed=True, axis=None)\n"
 
 
-RUNTIME = {"adopt", "export", "load", "report"}
+RUNTIME = {"adopt", "export", "load", "reconstruct", "report"}
 """Public names that load on first use, but need no PyTorch."""
 
 
