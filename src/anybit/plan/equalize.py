@@ -75,11 +75,13 @@ def equalize(graph: Graph, known: dict[str, Norm]) -> list[tuple[str, str]]:
     factors = balance({name: _sizes(graph.constants[name]) for name in names}, pairs)
     for name in names:
         weight = graph.constants[name]
-        graph.set_constant(name, weight.astype(np.float64) * _total(name, weight, pairs, factors))
+        graph.scaled[name] = _total(name, weight, pairs, factors)
+        graph.set_constant(name, weight.astype(np.float64) * graph.scaled[name])
     for pair, factor in zip(pairs, factors, strict=True):
         assert pair.layer is not None
         bias = graph.bias(pair.layer)
         if bias is not None:
+            graph.scaled[bias] = 1 / factor
             graph.set_constant(bias, graph.constants[bias].astype(np.float64) / factor)
         if pair.layer.output in known:
             norm = known[pair.layer.output]

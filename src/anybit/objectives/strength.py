@@ -1,0 +1,92 @@
+"""How strong an objective may be: the user says what floating point may lose, a multiplier does the rest.
+
+Beside the loss F a second objective Q is wanted small, and F may rise by a fraction ε over what it would be alone:
+
+    minimize Q(θ)  subject to  F(θ) <= (1 + ε) F*        with the Lagrangian  F(θ) + s Q(θ),  s = 1 / multiplier
+
+*What is safe without looking.* Let θ* minimize F alone and θ_s minimize `F + sQ`. Then
+`F(θ_s) + s Q(θ_s) <= F(θ*) + s Q(θ*)`, so
+
+    F(θ_s) - F* <= s (Q(θ*) - Q(θ_s)) <= s Q(θ*)
+
+and a strength with `s Q(θ*) = ε F*` keeps the bound whatever the functions are. That is the least strength.
+
+*What is found by looking.* Mostly F rises far less. Dual ascent follows the constraint itself: the strength rises while
+F is within its bound and falls while it is not, by a step in its logarithm that is proportional to how far F is from
+the bound, in units of ε F. It rests where `F = (1 + ε) F*`, where θ_s solves the constrained problem, or at `most`.
+
+F is seen through batches, so it is averaged over the last `AVERAGED` of them, and what that average cannot tell from
+chance (two of its standard errors) is not held against Q. F* cannot be seen while Q is there: the lowest average of the
+run itself stands for it, the start of a fine-tuning among them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from anybit.errors import SpecError
+
+AVERAGED = 100
+"""Steps that the average of the loss reaches back."""
+STEP = 0.02
+"""Largest change of the strength's logarithm in a step: tenfold in 115 steps."""
+CHANCE = 2.0
+"""Standard errors of the average that count as chance."""
+
+
+class Auto:
+    """A strength that follows the loss; see the top of this file.
+
+    Args:
+        start: The strength of the first steps.
+        most: The largest strength.
+        loss: The part of the loss in floating point that may be lost.
+
+    >>> auto = Auto(start=0.1, most=1.0, loss=0.01)
+    >>> for _ in range(1000):
+    ...     auto.update(loss=1.0, value=2.0)
+    >>> auto.value
+    1.0
+    >>> for _ in range(1000):
+    ...     auto.update(loss=1.5, value=2.0)
+    >>> auto.value == auto.least == 0.01 * 1.0 / 2.0
+    True
+    """
+
+    def __init__(self, *, start: float, most: float, loss: float = 0.01) -> None:
+        if not 0 < loss < math.inf:
+            raise SpecError(f"what floating point may lose is a part of the loss above zero, got {loss!r}")
+        self.start, self.most, self.loss = start, most, loss
+        self.value = start
+        self.least = 0.0
+        self._steps = 0
+        self._mean = self._square = 0.0
+        self._lowest = math.inf
+
+    def update(self, *, loss: float, value: float) -> None:
+        """Take note of one step: the loss in floating point, and the objective's own value without its strength."""
+        self._steps += 1
+        part = max(1 / self._steps, 1 / AVERAGED)  # a plain mean at first, then the last ones count most
+        self._mean += part * (loss - self._mean)
+        self._square += part * (loss**2 - self._square)
+        if self._steps < AVERAGED:
+            return
+        if self._mean < self._lowest:
+            self._lowest = self._mean
+        unit = self.loss * abs(self._lowest)
+        if not self.least and value > 0:
+            self.least = min(self.most, unit / value)
+        spread = math.sqrt(max(0.0, self._square - self._mean**2) / (2 * AVERAGED))
+        room = self._lowest + unit + CHANCE * spread - self._mean
+        step = STEP * min(1.0, max(-1.0, room / unit)) if unit else STEP
+        self.value = min(self.most, max(self.least, self.value * math.exp(step)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        names = ("value", "least", "_steps", "_mean", "_square", "_lowest")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.__dict__.update({name: state[name] for name in self.state_dict()})
