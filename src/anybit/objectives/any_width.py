@@ -96,7 +96,7 @@ class AnyWidth(FurtherPass):
         clip: tuple[float, float] = (0.5, 1.0),
         limit: float = 2.0,
         input_range: Interval | Mapping[str, Interval] | None = None,
-        every: int = 100,
+        every: int = 50,
         seed: int = 0,
     ) -> None:
         if strength != "auto" and not (isinstance(strength, int | float) and 0 <= strength < math.inf):
