@@ -516,7 +516,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened() -> None:
     torch.manual_seed(0)
     x, y = batch(16)
     model = used(Net(), x)
-    objective = AnyWidth(model, x)
+    objective = AnyWidth(model, x, strength=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
     def run(steps: int, network: nn.Module, own: AnyWidth, opt: torch.optim.Optimizer) -> None:
@@ -527,7 +527,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened() -> None:
 
     run(2, model, objective, optimizer)
     twin = copy.deepcopy(model)
-    other = AnyWidth(twin, x)
+    other = AnyWidth(twin, x, strength=0.5)
     other.load_state_dict(objective.state_dict())
     objective.live.restart()  # a resumed run takes ranges anew
     run(3, model, objective, optimizer)
@@ -540,7 +540,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strength": -1.0}, "strength is zero or more"),
+        ({"strength": -1.0}, "strength is a strength of zero or more"),
         ({"outputs": "pixels"}, "outputs are classes or values"),
         ({"clip": (0.0, 1.0)}, "clip is an interval"),
         ({"widths": []}, "a pair of widths"),

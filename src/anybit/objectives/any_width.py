@@ -25,7 +25,7 @@ from anybit.errors import NonFiniteError, PenaltyError, SpecError
 from anybit.objectives.base import FurtherPass, LossOf, Scaler, Step, check_loss, eagerly, read_numbers, split
 from anybit.objectives.processes import several, synced
 from anybit.objectives.restore import add_gradients, buffers_kept, random_state, set_random_state
-from anybit.objectives.strength import Auto
+from anybit.objectives.strength import Auto, Strength, checked
 from anybit.plan.build import Interval, Settings
 from anybit.simulate.capture import Example
 from anybit.simulate.live import Live
@@ -39,8 +39,8 @@ WIDTHS = ("W8A8", "W6A6", "W4A8", "W4A4", "W3A8", "W3A4", "W3A3", "W8A3")
 USUAL = 100
 """Steps over which the usual length of the loss's gradient is taken."""
 
-START, MOST = 0.5, 1.0
-"""The strength that training starts with, and the largest that it may grow to: that of the loss itself."""
+START, MOST = 0.25, 1.0
+"""The strength that training starts with after a first look, and the most: that of the loss itself."""
 
 
 class AnyWidth(FurtherPass):
@@ -50,7 +50,7 @@ class AnyWidth(FurtherPass):
         model: The network to train. Wrapped ones (DDP, compiled) are fine.
         example_input: What it is called with, as in `anybit.prepare`.
         strength: What the quantized pass counts beside the loss. "auto" follows the loss in floating point, as
-            `anybit.objectives.strength` derives; a number stays.
+            `anybit.objectives.strength` derives, after 50 plain steps; a number stays.
         loss: The part of the loss in floating point that may be lost, for "auto".
         widths: Pairs such as "W4A8" to draw from; one that stands there twice is drawn twice as often.
         outputs: What the closure's outputs are: "classes", scores whose softmax over dimension 1 is a distribution, or
@@ -72,7 +72,7 @@ class AnyWidth(FurtherPass):
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
         >>> x, y = torch.randn(16, 4), torch.zeros(16, dtype=torch.long)
-        >>> objective = AnyWidth(model, x)
+        >>> objective = AnyWidth(model, x, strength=0.5)
         >>> def closure():
         ...     outputs = model(x)
         ...     return F.cross_entropy(outputs, y), outputs
@@ -88,7 +88,7 @@ class AnyWidth(FurtherPass):
         model: nn.Module,
         example_input: Example,
         *,
-        strength: float | Literal["auto"] = "auto",
+        strength: Strength = "auto",
         loss: float = 0.01,
         widths: Sequence[str | Bits] = WIDTHS,
         outputs: Kind = "classes",
@@ -99,8 +99,7 @@ class AnyWidth(FurtherPass):
         every: int = 50,
         seed: int = 0,
     ) -> None:
-        if strength != "auto" and not (isinstance(strength, int | float) and 0 <= strength < math.inf):
-            raise SpecError(f"strength is zero or more, or 'auto'; got {strength!r}")
+        checked("strength", strength)
         if outputs not in get_args(Kind):
             raise SpecError(f"outputs are {' or '.join(get_args(Kind))}; got {outputs!r}")
         if not 0 < clip[0] <= clip[1] <= 1:
@@ -144,7 +143,8 @@ class AnyWidth(FurtherPass):
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         strength = self.factor * self.strength
         if not parameters or strength == 0:
-            return {"any-width": math.nan, "strength": strength}
+            self._follow(step.loss, 0.0)
+            return {"strength": strength}
         end = random_state()
         try:
             found, grads = self._quantized_pass(parts, parameters, scaler)
@@ -153,10 +153,14 @@ class AnyWidth(FurtherPass):
         value, by = self._measured(found, grads, [p.grad for p in parameters], scaler)
         if by:
             add_gradients(parameters, [None if g is None else g.mul_(strength * by) for g in grads])
-        if self.auto is not None:
-            self.auto.update(loss=step.loss, value=value)
+        self._follow(step.loss, value)
         self._steps += 1
         return {"any-width": value, "strength": strength}
+
+    def _follow(self, loss: float, value: float) -> None:
+        """Let the strength follow the loss, if it is to."""
+        if self.auto is not None and self.factor:
+            self.auto.update(loss=loss, value=value)
 
     def _quantized_pass(
         self, parts: Sequence[LossOf], parameters: list[nn.Parameter], scaler: Scaler | None

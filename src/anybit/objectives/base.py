@@ -77,6 +77,9 @@ class WeightPenalty(Penalty):
     def look(self, closure: Closure) -> None:  # most need no look
         """Find out from a run of the closure what the weights are used for, if that matters and is not known yet."""
 
+    def saw(self, step: Step) -> None:  # most have a strength that stays
+        """Take note of what a step saw."""
+
     def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Take a plain step and add this penalty's gradient."""
         return Sum([self]).backward(closure, scaler=scaler)
@@ -137,7 +140,11 @@ class Sum(Penalty):
             warn_of_another_model()
         for weight, grad in pairs:
             add_gradients([weight], [grad if scaler is None else scaler.scale(grad)])
-        return replace(step, terms=MappingProxyType({**step.terms, **terms}))
+        step = replace(step, terms=MappingProxyType({**step.terms, **terms}))
+        for part in self.parts:
+            if isinstance(part, WeightPenalty):
+                part.saw(step)
+        return step
 
     def _inside(self, closures: Sequence[Closure], scaler: Scaler | None) -> Step:
         """Take the loss's own step, in a changed network if a part wants that."""
