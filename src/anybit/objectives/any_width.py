@@ -25,7 +25,7 @@ from anybit.errors import NonFiniteError, PenaltyError, SpecError
 from anybit.objectives.base import FurtherPass, LossOf, Scaler, Step, check_loss, eagerly, read_numbers, split
 from anybit.objectives.processes import several, synced
 from anybit.objectives.restore import add_gradients, buffers_kept, random_state, set_random_state
-from anybit.objectives.strength import Auto, Strength, checked
+from anybit.objectives.strength import FAR, Auto, Strength, checked
 from anybit.plan.build import Interval, Settings
 from anybit.simulate.capture import Example
 from anybit.simulate.live import Live
@@ -52,6 +52,7 @@ class AnyWidth(FurtherPass):
         strength: What the quantized pass counts beside the loss. "auto" follows the loss in floating point, as
             `anybit.objectives.strength` derives, after 50 plain steps; a number stays.
         loss: The part of the loss in floating point that may be lost, for "auto".
+        points: The accuracy that may be lost where that is more, in percent; of outputs that are classes.
         widths: Pairs such as "W4A8" to draw from; one that stands there twice is drawn twice as often.
         outputs: What the closure's outputs are: "classes", scores whose softmax over dimension 1 is a distribution, or
             "values", of which the squared error counts, relative to their variance.
@@ -90,6 +91,7 @@ class AnyWidth(FurtherPass):
         *,
         strength: Strength = "auto",
         loss: float = 0.01,
+        points: float = 0.3,
         widths: Sequence[str | Bits] = WIDTHS,
         outputs: Kind = "classes",
         grids: Sequence[str] = ("paper", "default"),
@@ -104,8 +106,10 @@ class AnyWidth(FurtherPass):
             raise SpecError(f"outputs are {' or '.join(get_args(Kind))}; got {outputs!r}")
         if not 0 < clip[0] <= clip[1] <= 1:
             raise SpecError(f"clip is an interval of parts of a range, between 0 and 1; got {clip!r}")
-        if not limit > 0 or every < 1:
-            raise SpecError(f"limit is above zero and every one or more; got {limit=}, {every=}")
+        if not limit > 0 or every < 1 or not points >= 0:
+            raise SpecError(
+                f"limit is above zero, every one or more, points not negative; {limit=}, {every=}, {points=}"
+            )
         if not widths or not grids:
             raise SpecError("there must be a pair of widths and a grid to draw from")
         self.widths = [width if isinstance(width, Bits) else Bits.parse(width) for width in widths]
@@ -114,33 +118,33 @@ class AnyWidth(FurtherPass):
         self._strength = START if strength == "auto" else float(strength)
         settings = [Settings.of(grid, helpers=() if grid == "paper" else ("equalize",)) for grid in grids]
         self.live = Live(innermost(model), example_input, settings=settings, input_range=input_range, every=every)
-        self._generator = torch.Generator().manual_seed(seed)
+        self.seed, self.points = seed, points
         self._steps = 0
-        self._usual, self._longest = 0.0, -math.inf
+        self._usual, self._longest = 0.0, -FAR
 
     @property
     def strength(self) -> float:
         """What the quantized pass counts beside the loss right now."""
         return self._strength if self.auto is None else self.auto.value
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed run needs, as plain numbers."""
         auto = {} if self.auto is None else self.auto.state_dict()
-        own = {"steps": self._steps, "usual": self._usual, "longest": self._longest, "factor": self.factor}
-        return {**own, "auto": auto, "draws": self._generator.get_state()}
+        return {"steps": self._steps, "factor": self.factor, "usual": self._usual, "longest": self._longest, **auto}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from what `state_dict` returned; ranges are made anew in the next step."""
         self._steps, self.factor = int(state["steps"]), float(state["factor"])
         self._usual, self._longest = float(state["usual"]), float(state["longest"])
-        self._generator.set_state(state["draws"])
-        if self.auto is not None and state["auto"]:
-            self.auto.load_state_dict(state["auto"])
+        if self.auto is not None and "strength" in state:
+            self.auto.load_state_dict(state)
         self.live.restart()
 
     def after(self, parts: Sequence[LossOf], step: Step, scaler: Scaler | None) -> dict[str, float]:
         """Run the quantized pass over what the loss's pass has seen, and add its gradient."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if self.auto is not None and self.outputs == "classes":
+            self.auto.nats = self.points / 100 * _guessing(parts[0].outputs)
         strength = self.factor * self.strength
         if not parameters or strength == 0:
             self._follow(step.loss, 0.0)
@@ -189,11 +193,13 @@ class AnyWidth(FurtherPass):
     @contextlib.contextmanager
     def _drawn(self) -> Iterator[list[int]]:
         """Let the model be a quantized one, of a width and a grid drawn at random; give a list of its calls."""
+        # A generator of its own for each step: all processes draw the same, and a resumed run what comes next.
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self._steps)
         number, grid = (
-            int(torch.randint(n, (), generator=self._generator)) for n in (len(self.widths), len(self.live.variants))
+            int(torch.randint(n, (), generator=generator)) for n in (len(self.widths), len(self.live.variants))
         )
         low, high = self.clip
-        shrink = low + (high - low) * float(torch.rand((), generator=self._generator))
+        shrink = low + (high - low) * float(torch.rand((), generator=generator))
         calls: list[int] = []
         due = self.live.due()
         if due:
@@ -276,6 +282,16 @@ def _examples(outputs: Any) -> int:
     """Return how many examples outputs stand for."""
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     return len(leaves[0]) if leaves and leaves[0].dim() else 1
+
+
+def _guessing(outputs: Any) -> float:
+    """Return what guessing among classes costs, in cross-entropy.
+
+    >>> round(_guessing(torch.zeros(4, 10)), 2), _guessing(None)
+    (2.3, 0.0)
+    """
+    scores = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    return math.log(scores[0].shape[1]) if scores else 0.0
 
 
 def _difference(outputs: Any, given: Any, kind: Kind) -> Tensor:

@@ -126,13 +126,14 @@ class GradientPenalty(Penalty):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: how many steps were taken, and the factor."""
-        return {"steps": self._steps, "factor": self.factor, "shares": self._shares.state_dict()}
+        shares = self._shares.state_dict() if self._auto else {}
+        return {"steps": self._steps, "factor": self.factor, **shares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self._steps, self.factor = int(state["steps"]), float(state["factor"])
-        if "shares" in state:
-            self._shares.load_state_dict(state["shares"])
+        if self._auto:
+            self._shares.load_state_dict(state)
 
     def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Run `closure`, add the gradient of loss and penalty to every `.grad`, and say what was seen.

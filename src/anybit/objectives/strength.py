@@ -15,6 +15,10 @@ and a strength with `s Q(θ*) = ε F*` keeps the bound whatever the functions ar
 F is within its bound and falls while it is not, by a step in its logarithm that is proportional to how far F is from
 the bound, in units of ε F. It rests where `F = (1 + ε) F*`, where θ_s solves the constrained problem, or at `most`.
 
+For classes the user's other word is accuracy. An example that turns wrong costs about what guessing among C classes
+does, ln C; so p points of accuracy are p/100 · ln C of cross-entropy, and F may rise by that if it is more than ε F*.
+(A network that has learned its training data by heart has a loss of nearly zero, of which a hundredth is nothing.)
+
 F is seen through batches, so it is averaged over the last `AVERAGED` of them, and what that average cannot tell from
 chance (two of its standard errors) is not held against Q. F* cannot be seen while Q is there: the lowest average of the
 run itself stands for it, that of the first `LOOK` steps among them, in which the strength is zero.
@@ -23,12 +27,14 @@ run itself stands for it, that of the first `LOOK` steps among them, in which th
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from anybit.errors import SpecError
 
 Strength = float | Literal["auto"]
 
+FAR = 1e300
+"""Larger than any loss; a finite number, which every format stores."""
 LOOK = 50
 """Steps at the start that only look at how large loss and penalties are."""
 AVERAGED = 100
@@ -47,6 +53,9 @@ class Auto:
         most: The largest strength.
         loss: The part of the loss in floating point that may be lost.
 
+    Attributes:
+        nats: What the loss may rise by in any case.
+
     >>> auto = Auto(start=0.1, most=1.0, loss=0.01)
     >>> auto.value
     0.0
@@ -64,10 +73,10 @@ class Auto:
         if not 0 < loss < math.inf:
             raise SpecError(f"what floating point may lose is a part of the loss above zero, got {loss!r}")
         self.start, self.most, self.loss = start, most, loss
-        self.value = self.least = 0.0
+        self.value = self.least = self.nats = 0.0
         self._steps = 0
         self._mean = self._square = 0.0
-        self._lowest = math.inf
+        self._lowest = FAR
 
     def update(self, *, loss: float, value: float) -> None:
         """Take note of one step: the loss in floating point, and the objective's own value without its strength.
@@ -84,7 +93,7 @@ class Auto:
         if self._steps == LOOK:
             self.value = self.start
             return
-        unit = self.loss * abs(self._lowest)
+        unit = max(self.loss * abs(self._lowest), self.nats)
         if not self.least and value > 0:
             self.least = min(self.most, unit / value)
         spread = math.sqrt(max(0.0, self._square - self._mean**2) / min(self._steps, 2 * AVERAGED))
@@ -92,14 +101,20 @@ class Auto:
         step = STEP * min(1.0, max(-1.0, room / unit)) if unit else STEP
         self.value = min(self.most, max(self.least, self.value * math.exp(step)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        names = ("value", "least", "_steps", "_mean", "_square", "_lowest")
-        return {name: getattr(self, name) for name in names}
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed run needs, as plain numbers."""
+        return {name: getattr(self, place) for name, place in _STATE.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from what `state_dict` returned."""
-        self.__dict__.update({name: state[name] for name in self.state_dict()})
+        for name, place in _STATE.items():
+            setattr(self, place, type(getattr(self, place))(state[name]))
+
+
+_STATE = {
+    "strength": "value", "least": "least", "followed": "_steps", "mean": "_mean", "square": "_square",
+    "lowest": "_lowest",
+}  # fmt: skip
 
 
 class Shares:
@@ -134,15 +149,16 @@ class Shares:
         shares = [new / old for new, old in zip(values, self._values, strict=True) if old > 0]
         self.auto.update(loss=loss, value=abs(self._loss) * sum(shares) / max(1, len(shares)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        own = {"steps": self._steps, "loss": self._loss, "values": list(self._values)}
-        return {**own, "auto": self.auto.state_dict()}
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed run needs, as plain numbers."""
+        values = {f"value {i}": value for i, value in enumerate(self._values)}
+        return {"looked": self._steps, "loss": self._loss, **values, **self.auto.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from what `state_dict` returned."""
-        self._steps, self._loss, self._values = int(state["steps"]), float(state["loss"]), list(state["values"])
-        self.auto.load_state_dict(state["auto"])
+        self._steps, self._loss = int(state["looked"]), float(state["loss"])
+        self._values = [float(state[f"value {i}"]) for i in range(len(self._values))]
+        self.auto.load_state_dict(state)
 
 
 def checked(name: str, strength: Strength) -> Strength:

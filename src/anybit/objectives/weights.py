@@ -38,6 +38,17 @@ class SummedWeightPenalty(WeightPenalty):
         if self._given is None:
             self._shares.update(step.loss, [step.terms[self.name]])
 
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed run needs."""
+        shares = self._shares.state_dict() if self._given is None else {}
+        return {"steps": 0, "factor": self.factor, **shares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.factor = float(state["factor"])
+        if self._given is None:
+            self._shares.load_state_dict(state)
+
     @property
     def weights(self) -> dict[str, nn.Parameter]:
         """The weights, by name, as the model has them now."""
