@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -136,15 +136,21 @@ OBSERVERS: dict[str, type[Observer]] = {"min-max": MinMax, "percentile": Percent
 class Calibration:
     """Watches the activations of a plan while somebody runs the network."""
 
-    def __init__(self, plan: Plan, method: str, *, made_up: bool = False) -> None:
-        """Watch all activations; ranges from inputs that are made up say so, and leave room for real ones."""
+    def __init__(
+        self, plan: Plan, method: str, *, made_up: bool = False, only: Container[str] | None = None, source: str = ""
+    ) -> None:
+        """Watch all activations or `only` some; ranges say that they come from `source`, if that is given.
+
+        Those from inputs that are `made_up` say so, and leave room for real ones.
+        """
         if method not in OBSERVERS:
             raise SpecError(f"a calibration method is one of {', '.join(OBSERVERS)}; got {method!r}")
-        self.made_up = made_up
+        self.made_up, self.source = made_up, source
         given = "given by the user"
         wanted = [
             a for a in plan.activations if not (a.kind == "input" and a.ranges and a.ranges[0][1].source == given)
         ]
+        wanted = [a for a in wanted if only is None or a.name in only]
         self.plan, self.points = plan, wanted
         self.observers = {a.name: OBSERVERS[method]() for a in wanted}
 
@@ -162,7 +168,7 @@ class Calibration:
                 ranges = roomier(ranges)
                 if point.kind == "input" or not _far_off(point, ranges[FLOAT]):
                     continue
-            found[point.name] = tuple(ranges.items())
+            found[point.name] = tuple((b, replace(r, source=self.source or r.source)) for b, r in ranges.items())
         return self.plan.with_ranges(found)
 
 
