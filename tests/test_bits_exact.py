@@ -156,7 +156,7 @@ WAYS: list[dict[str, Any]] = [
 def test_the_table_has_one_set_of_numbers(case: Case, way: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     data = [(case.inputs(8), None)]
-    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=data, **way)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=data, **way, preset="paper")
     check(net, tmp_path, WIDTHS)
 
 
@@ -181,6 +181,19 @@ def test_large_networks_have_one_set_of_numbers(
 
 def test_every_network_of_the_table_is_compared() -> None:
     assert {case.name for case in CASES} == {case.name for case in QUICK} | {name for name, *_ in LARGE}
+
+
+@pytest.mark.parametrize(("case", "way"), [*zip(QUICK, WAYS, strict=True)], ids=[c.name for c in QUICK])
+def test_the_table_has_one_set_of_numbers_where_widths_are_fitted_to_data(
+    case: Case, way: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    data = case.inputs(8)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(data, None)], **way)
+    fitted = [(4, 4), (3, 8), (8, 8), (2, 2)]
+    anybit.reconstruct(net, [data], fitted)
+    assert any(own.ranks for weight in net.plan.weights for own in weight.rounded)
+    check(net, tmp_path, [2, 3, 4, 5, 8, 12])
 
 
 # Drawn networks
@@ -270,7 +283,9 @@ def test_drawn_networks_have_one_set_of_numbers(
 ) -> None:
     model = drawn(network)
     data = [torch.randn(8, 1, 8, 8, dtype=network["dtype"])]
-    net = anybit.prepare(model, torch.randn(2, 1, 8, 8, dtype=network["dtype"]), calibration=data, **way)
+    net = anybit.prepare(
+        model, torch.randn(2, 1, 8, 8, dtype=network["dtype"]), calibration=data, **way, preset="paper"
+    )
     check(net, tmp_path_factory.mktemp("drawn"), WIDTHS[first::3])
 
 
@@ -288,7 +303,7 @@ def test_other_types_have_one_set_of_numbers_at_every_width(
 ) -> None:
     how = {"kinds": ["transposed", "twice", "grouped"], "groups": 2, "faint": 1e-12, "factor": 1.0, "dtype": dtype}
     net = anybit.prepare(drawn(how), torch.randn(2, 1, 8, 8, dtype=dtype), input_range=(-4, 4),
-                         calibration=[torch.randn(8, 1, 8, 8, dtype=dtype)], **way)  # fmt: skip
+                         calibration=[torch.randn(8, 1, 8, 8, dtype=dtype)], **way, preset="paper")  # fmt: skip
     check(net, tmp_path, WIDTHS)
     for bits in (12, 16):
         net.set_bits(weights=bits, activations=bits)
@@ -313,7 +328,7 @@ def test_a_channel_of_nearly_no_weight_keeps_its_bias(faint: float, per_channel:
         layer.weight[1] = faint
         layer.bias.copy_(torch.tensor([0.3, 1.0, -0.2]))
     x = torch.rand(4, 2, 3, 3)
-    net = anybit.prepare(layer.eval(), x, input_range=(0, 1), per_channel=per_channel)
+    net = anybit.prepare(layer.eval(), x, input_range=(0, 1), per_channel=per_channel, preset="paper")
     anybit.save(net, tmp_path / "net.onnx")
     session = anybit.load(tmp_path / "net.onnx")
     for bits in (2, 4, 8, 12, 16):

@@ -55,7 +55,11 @@ def both(case: Case, model: Any, path: Path, *, per_channel: bool) -> tuple[Quan
     batches = None if case.data_free else [case.inputs(4) for _ in range(2)]
     names = tuple(value.name for value in onnx.load(path).graph.input)
     net = anybit.prepare(
-        model, case.inputs(4), per_channel=per_channel, calibration=batches and [(batch, None) for batch in batches]
+        model,
+        case.inputs(4),
+        per_channel=per_channel,
+        calibration=batches and [(batch, None) for batch in batches],
+        preset="paper",
     )
     feeds = batches and [feed(batch, names) for batch in batches]
     adopt(path, path.with_name("adopted.onnx"), calibration=feeds, per_channel=per_channel, symmetric=True)
