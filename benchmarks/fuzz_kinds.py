@@ -26,7 +26,7 @@ from anybit.artifact import protobuf_scan
 from anybit.artifact.adopt import adopt
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.inputs import Input, fed, read_feeds
-from anybit.artifact.pictures import read_picture
+from anybit.artifact.pictures import LARGEST, read_picture
 from anybit.artifact.session import load
 
 FLOAT = np.dtype(np.float32)
@@ -164,6 +164,7 @@ class Pictures:
     """Pictures in all formats that are read, and some in others."""
 
     suffix = ".png"
+    rise = 8 * LARGEST  # a tiny file may be the largest picture of one colour, twice in memory while it is converted
 
     def __init__(self, folder: Path) -> None:
         from PIL import Image
@@ -316,7 +317,7 @@ class Recipes:
         return "\n".join(lines).encode(), True
 
     def use(self, path: Path) -> str:
-        from anybit.train.checkpoint import check_room
+        from anybit.task.checkpoint import check_room
         from anybit.train.recipe import load_recipe
 
         recipe = load_recipe(path)

@@ -263,7 +263,7 @@ def test_save_from_a_checkpoint_measures_and_tells(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     from anybit.cli.save import save
     from anybit.models import build_model
-    from anybit.train.checkpoint import save_checkpoint
+    from anybit.task.checkpoint import save_checkpoint
 
     shape = {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 0.25}
     model = build_model(**shape)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from anybit.errors import CheckpointError, FileError
 from anybit.models import MODELS, build_model
-from anybit.train.checkpoint import FORMAT, digest_of, load_model, load_weights, read_checkpoint, save_checkpoint
+from anybit.task.checkpoint import FORMAT, digest_of, load_model, load_weights, read_checkpoint, save_checkpoint
 
 ABOUT: dict[str, Any] = {
     "model": {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 0.25},
@@ -241,7 +241,7 @@ def test_no_memory_is_taken_before_the_shapes_are_compared(path: Path, monkeypat
         built.append(all(parameter.is_meta for parameter in model.parameters()))
         return model
 
-    monkeypatch.setattr("anybit.train.checkpoint.build_model", spy)
+    monkeypatch.setattr("anybit.task.checkpoint.build_model", spy)
     load_model(path)
     assert built == [True, False]
     save_checkpoint(path, make(), {"model": {**ABOUT["model"], "classes": 10**6}})

@@ -18,7 +18,7 @@ from anybit.cli import main
 from anybit.cli.main import PANELS
 from anybit.errors import AnybitError, CaptureError, CheckpointError, FileError, RecipeError, SpecError
 from anybit.pages.rows import read_rows
-from anybit.train.checkpoint import FORMAT, read_checkpoint
+from anybit.task.checkpoint import FORMAT, read_checkpoint
 
 VERBS = [verb for verbs in PANELS.values() for verb in verbs]
 
