@@ -66,7 +66,11 @@ def train(
         folder, results = _train(recipe, changes, device, out, resume, overwrite, save_every, tensorboard, start)
     if leads:
         name, value = str(results.get("metric", "accuracy")), results["validation_accuracy"]
-        said = "there is no validation data" if value is None else f"validation {name} {shown(value, name)}"
+        said = (
+            "there is no validation data"
+            if value is None
+            else f"validation {name} {shown(value, name)}".replace("\xa0", " ")
+        )
         console.print(f"{said}, in floating point" if value is not None else said, highlight=False)
         console.print(f"{folder}/: model.safetensors, run.json, log.jsonl", highlight=False, soft_wrap=True)
 
