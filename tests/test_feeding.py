@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from anybit.artifact.feeding import GREY, PRESETS, Preprocessing
+from anybit.artifact.inputs import Input, read_feeds
 from anybit.artifact.pictures import decode, read_picture
 from anybit.errors import DataError, SpecError
 
@@ -20,6 +22,12 @@ def photo(width: int, height: int, seed: int = 0) -> Image.Image:
     """Return a smooth picture, in which a shift by a pixel shows."""
     small = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def read_one(path: Path, shape: tuple[int, ...], **how: Any) -> Any:
+    """Return the one example in a file as a float input of this shape, without its batch dimension, takes it."""
+    ((_, feed),) = read_feeds([str(path)], [Input("x", np.dtype(np.float32), (0, *shape))], Preprocessing(**how))
+    return feed["x"]
 
 
 def naive(how: Preprocessing, pixels: np.ndarray) -> np.ndarray:

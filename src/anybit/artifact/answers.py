@@ -35,19 +35,19 @@ class Answer:
         return f"{self.name}: {sizes}, from {self.low:.4g} to {self.high:.4g}"
 
 
-def outputs_of(session: Session, x: Mapping[str, Array]) -> tuple[dict[str, Array], Bits]:
-    """Run a network and return its outputs by name, and the widths that were used; all must be finite.
+def outputs_of(session: Session, x: Mapping[str, Array], *, finite: bool = True) -> tuple[dict[str, Array], Bits]:
+    """Run a network and return its outputs by name, and the widths that were used.
 
     Raises:
-        DataError: An output is empty, holds no numbers, or is not finite.
+        DataError: An output holds no numbers or, unless that is allowed, some that are not finite.
     """
     found, used = session.run_with_bits(dict(x))
     outputs: dict[str, Array] = found if isinstance(found, dict) else {session.outputs[0]: found}
     for name, array in outputs.items():
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
             raise DataError(f"output {name!r} holds no numbers, so nothing can be said about it")
-        if array.size and not (math.isfinite(array.min()) and math.isfinite(array.max())):
-            raise DataError(f"at {used} the output {name!r} is not finite; try a wider width")
+        if finite and array.size and not (math.isfinite(array.min()) and math.isfinite(array.max())):
+            raise DataError(f"at {used} the output {name!r} is not finite; try a wider width or another input")
     return outputs, used
 
 

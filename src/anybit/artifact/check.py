@@ -20,7 +20,9 @@ from anybit.artifact.bounds import check_sizes
 from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite, subgraphs
 from anybit.artifact.runtime import plain_session
 from anybit.common.text import printable
-from anybit.errors import FileError
+from anybit.errors import FileError, SpecError
+from anybit.plan.extras import decompress
+from anybit.plan.points import Bias, Weight
 from anybit.plan.text import said
 
 OPSET = 21
@@ -94,6 +96,30 @@ def check_axis(axis: int | None, dimensions: int, *, where: str) -> None:
     """Refuse a number of a dimension that a tensor does not have."""
     if axis is not None and not 0 <= axis < dimensions:
         raise FileError(f"{where}: must be 0 to {dimensions - 1}, got {axis}")
+
+
+def check_extras(weight: Weight, biases: Iterable[Bias], shape: tuple[int, ...], outputs: int, *, where: str) -> None:
+    """Refuse what a width has of its own if it does not fit the weight and its biases."""
+    scales = 1 if weight.axis is None else shape[weight.axis]
+    for rounded in weight.rounded:
+        spot = f"{where}: weight {weight.name[:60]!r}: rounded at {rounded.bits} bits"
+        if not rounded.scale:
+            continue
+        if len(rounded.scale) != 4 * scales:
+            raise FileError(f"{spot}: {scales} scales are expected, got {len(rounded.scale) // 4}")
+        grid = rounded.grid(len(shape), weight.spec(rounded.bits))
+        with np.errstate(invalid="ignore"):
+            whole = (grid.zero == np.rint(grid.zero)) & (grid.zero >= grid.low) & (grid.zero <= grid.high)
+        if not (is_finite(grid.scale) and (grid.scale >= np.finfo(np.float32).tiny).all() and whole.all()):
+            raise FileError(f"{spot}: scales must be above zero, and zeros codes of the grid")
+        try:
+            decompress(rounded.ranks, math.prod(shape))
+        except SpecError as error:
+            raise FileError(f"{spot}: {error}") from error
+    for bias in biases:
+        for shift in bias.shifts:
+            if len(shift.values) != 4 * outputs or not is_finite(shift.array()):
+                raise FileError(f"{where}: bias {bias.name[:60]!r}: a shift must be {outputs} finite numbers")
 
 
 def _check_biases(model: OnnxModel, *, where: str) -> None:
@@ -203,9 +229,14 @@ def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, 
         except Exception as error:  # the C++ side raises what it likes
             raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
 
+    ends = [value.type.tensor_type for value in [*probe.graph.input, *probe.graph.output]]
+    shapeless = [kind for kind in ends if not kind.HasField("shape")]
+    for kind in shapeless:  # the checker wants shapes that some files lack, and looks no further
+        kind.shape.SetInParent()
     try:
-        if all(value.type.tensor_type.HasField("shape") for value in [*probe.graph.input, *probe.graph.output]):
-            onnx.checker.check_model(probe)  # it wants shapes that some files lack, and ONNX Runtime does not need
+        onnx.checker.check_model(probe)
     except Exception as error:
         raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
+    for kind in shapeless:
+        kind.ClearField("shape")
     check_sizes(probe, outside, where=where, infer=infer, session=plain_session)

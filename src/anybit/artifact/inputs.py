@@ -53,6 +53,10 @@ class Input:
     shape: tuple[int, ...] | None
     usual: tuple[int, ...] = ()
 
+    def settle(self, how: Preprocessing) -> Preprocessing:
+        """Return how pictures are fed to this input; a size that neither says is that of the capture."""
+        return how.settled((not how.size and self.usual) or self.shape or ())
+
     def __str__(self) -> str:
         sizes = " x ".join(str(size) if size else "any" for size in self.shape or ()) or "one number"
         return f"input {self.name!r} ({'any shape' if self.shape is None else sizes}, {self.kind})"
@@ -247,9 +251,7 @@ def _archive(path: Path, inputs: Sequence[Input]) -> Iterator[tuple[Input, list[
         return
     if missing := sorted(names - set(arrays)):
         held = ", ".join(printable(key, 40) for key in list(arrays)[:9])
-        raise DataError(
-            f"{path}: has no array {missing[0]!r}; its keys must be the names of the inputs, they are {held}"
-        )
+        raise DataError(f"{path}: has no array {missing[0]!r}; its keys must be the names of the inputs, got {held}")
     for value in inputs:
         yield value, examples(arrays[value.name], value, f"{path}: {value.name}")
 
@@ -300,7 +302,7 @@ def converted(array: Array, value: Input, where: str) -> Array:
     if not whole or low < ends[0] or high > ends[1]:
         got = f"{low:g} to {high:g}" if whole else "fractions"
         raise DataError(f"{where}: input {value.name!r} takes {value.kind}, from {ends[0]:g} to {ends[1]:g}; got {got}")
-    return np.ascontiguousarray(array, value.kind)
+    return np.asarray(array, value.kind, order="C")  # np.ascontiguousarray would make one number a list
 
 
 def _picture(path: Path, value: Input, how: Preprocessing) -> Array:
@@ -313,7 +315,7 @@ def _picture(path: Path, value: Input, how: Preprocessing) -> Array:
 def fed(how: Preprocessing, picture: Any, value: Input) -> Array:
     """Return a picture as one input of a network."""
     try:
-        settled = how.settled((value.shape if how.size else value.usual) or ())
+        settled = value.settle(how)
     except DataError as error:
         raise DataError(f"the network {error}") from error
     if value.kind is None or value.kind.kind == "b":

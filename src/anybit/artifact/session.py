@@ -212,11 +212,11 @@ def _as_input(x: npt.ArrayLike, wanted: Any) -> Array:
         raise DataError(f"input {wanted.name!r} takes numbers of type {wanted.type}; got {found}") from None
     shape = wanted.shape
     if not shape and array.ndim:  # a file that does not say how many dimensions it wants
-        return np.ascontiguousarray(array, kind)
+        return np.asarray(array, kind, order="C")
     fits = array.ndim == len(shape) and all(
         not isinstance(size, int) or size == found for size, found in zip(shape, array.shape, strict=True)
     )
     if not fits:
         spoken = " x ".join(str(size) if isinstance(size, int) else "N" for size in shape)
         raise DataError(f"input {wanted.name!r} has the shape {spoken}; got {list(array.shape)}")
-    return np.ascontiguousarray(array, kind)
+    return np.asarray(array, kind, order="C")

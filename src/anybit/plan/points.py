@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anybit.errors import SpecError
+from anybit.plan.extras import Rounded, Shift, described
 from anybit.plan.grid import Grid, make_grid
 from anybit.spec import FLOAT, NARROWEST, Bits, LayerWidths, QuantSpec, Range, layer_bits, names_point
 
@@ -37,8 +38,10 @@ Size = int | str | None
 class Weight:
     """A weight and how it is put on a grid: `sums` keeps sums of errors small, `clip` clips its range.
 
+    It never goes below the width `floor`, `because` of what it is.
+
     `channels` is the dimension that runs over output channels; `axis` the one with scales of its own. `tensor` is what
-    the file calls it, where that is another name.
+    the file calls it, where that is another name. `rounded` says for some widths which way each entry rounds.
     """
 
     name: str
@@ -47,10 +50,12 @@ class Weight:
     axis: int | None = None
     symmetric: bool = True
     floor: int = NARROWEST
+    because: str = ""
     sums: bool = False
     clip: bool = False
     channels: int = 0
     groups: int = 1
+    rounded: tuple[Rounded, ...] = ()
 
     kind = "weight"
 
@@ -78,6 +83,7 @@ class Activation:
     ranges: tuple[tuple[int, Range], ...] = ()
     symmetric: bool = True
     floor: int = NARROWEST
+    because: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -123,6 +129,7 @@ class Bias:
     input: str = ""
     tensor: str = ""
     mean: tuple[float, ...] | None = None
+    shifts: tuple[Shift, ...] = ()
 
     @property
     def place(self) -> str:
@@ -245,7 +252,8 @@ class Plan:
         columns = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, columns, strict=True)).rstrip() for row in rows]
         left = [f"stays in floating point: {entry.name} ({entry.reason})" for entry in self.left]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *left])
+        own = described({weight.name: weight.rounded for weight in self.weights})
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *left, *own])
 
 
 def _cells(point: Point, widths: Widths | None) -> tuple[str, ...]:
@@ -257,13 +265,14 @@ def _cells(point: Point, widths: Widths | None) -> tuple[str, ...]:
         interval, source = ("unknown", "") if found is None else (str(found), found.source)
     bits = point.floor if widths is None else widths[point.name]
     unknown = not isinstance(point, Weight) and not point.ranges
+    number = "float" if bits == FLOAT or unknown else str(bits)
     return (
         point.name,
         point.kind,
         "x".join("?" if size is None else str(size) for size in point.shape),
         interval,
         source,
-        "float" if bits == FLOAT or unknown else str(bits),
+        f"{number} ({point.because})" if point.because and bits == point.floor else number,
     )
 
 

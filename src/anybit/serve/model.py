@@ -74,7 +74,7 @@ class LiveModel:
         self._running, self._measuring = threading.Lock(), threading.Lock()
         self._footprints: dict[Bits, Footprint] = {}
         self._example = session.example()
-        outputs, _ = outputs_of(session, self._example)
+        outputs, _ = outputs_of(session, self._example, finite=False)
         self.labels = session.feeding
         self.classes = max((outputs[name].shape[-1] for name in scores_of(session, outputs)), default=0)
 
@@ -148,10 +148,10 @@ def softmax(x: Numbers) -> Numbers:
 
 def _of_pictures(session: Session) -> Preprocessing | None:
     """Return how pictures are fed, if the network takes one picture and nothing else."""
-    (first, *others), how = session.takes, session.feeding
+    first, *others = session.takes
     if others or first.kind is None:
         return None
     try:
-        return how.settled((first.shape if how.size else first.usual) or ())
+        return first.settle(session.feeding)
     except DataError:
         return None

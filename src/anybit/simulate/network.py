@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from anybit.artifact.master import Master
 from anybit.errors import SpecError
 from anybit.graph.from_torch import to_numpy
 from anybit.plan.numbers import Kept, Numbers
@@ -190,6 +191,12 @@ class QuantizedNetwork(nn.Module):
             yield self
         finally:
             self.set_bits(weights=before.weights, activations=before.activations, layers=apart)
+
+    def as_master(self) -> Master:
+        """Return the network as a master in memory: what `anybit.save` would write, in float32."""
+        from anybit.simulate.to_onnx import as_master
+
+        return as_master(self)
 
     def allocate(self, *, budget: float, loader: Iterable[Any], **options: Any) -> Allocation:
         """Choose a width for every weight under a budget; see `anybit.simulate.allocate.allocate`."""

@@ -131,7 +131,11 @@ def fit(
     augment = data.augment if recipe.data.augment else None
     part = (place.rank, place.processes)
     batches = Batches(data.train, recipe.data.batch, generator=generator, augment=augment, part=part)
-    folded = prepared(model, data, per_channel=recipe.quantize.per_channel) if recipe.quantize.widths else None
+    folded = (
+        prepared(model, data, preset="paper", per_channel=recipe.quantize.per_channel)
+        if recipe.quantize.widths
+        else None
+    )
     network = (folded or model).to(memory_format=_layout(recipe))  # type: ignore[call-overload]
     network = place.joined(_compiled(network, place) if recipe.speed.compile else network)
     make = functools.partial(make_penalty, model=network, measure=not recipe.speed.compile)
@@ -359,7 +363,7 @@ def validate(model: nn.Module, recipe: Recipe, data: Dataset, *, place: Place | 
     if row.metric != "accuracy":
         results["metric"] = row.metric
     if recipe.quantize.widths:
-        net = prepared(model.cpu(), data, per_channel=recipe.quantize.per_channel).to(device)
+        net = prepared(model.cpu(), data, preset="paper", per_channel=recipe.quantize.per_channel).to(device)
         rows = sweep(net, batches, widths=recipe.quantize.pairs, metric=metric)
         results["validation_accuracy_at_widths"] = statistics.fmean(row.accuracy for row in rows)
     return results

@@ -214,7 +214,11 @@ def _saved(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> Sav
     position = Position(_count(at["epoch"]), _count(at["index"]), tuple(map(_time, at["times"])), _time(at["spent"]))
     if len(position.times) != position.epoch:
         raise ValueError(f"times of {len(position.times)} epochs before epoch {position.epoch}")
-    counters = [{"steps": _count(c["steps"]), "factor": _number(c["factor"])} for c in about["penalties"]]
+    counters = [
+        {str(name): _count(v) if name == "steps" else _number(v) for name, v in c.items()} for c in about["penalties"]
+    ]
+    if any({"steps", "factor"} - counter.keys() for counter in counters):
+        raise ValueError("a penalty without its steps or its factor")
     resumed = tuple(map(_count, about["resumed"]))
     return Saved(
         path, tensors, position, _count(at["step"]), _count(about["log"]), counters, resumed, dict(about["conditions"])
