@@ -35,7 +35,7 @@ def save(
     per_channel: words.PerChannel = None,
     asymmetric: words.Asymmetric = None,
     helpers: words.Helpers = None,
-    ends: words.Ends = None,
+    sensitive: words.Sensitive = None,
     size: words.Size = None,
     shape: Annotated[
         str | None, typer.Option("--input", help="Without data: the shape of one input, such as 3x224x224.")
@@ -51,7 +51,7 @@ def save(
     """
     pairs, chosen = (
         [Bits.parse(word) for word in widths.split()],
-        words.settings(preset, per_channel, asymmetric, helpers, ends),
+        words.settings(preset, per_channel, asymmetric, helpers, sensitive),
     )
     with progress_bars() as start:
         ready = start("getting ready", 4)

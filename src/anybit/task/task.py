@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,8 +96,12 @@ class Inputs:
         for batch in map(self.takes.split, self.loader):
             if left <= 0:
                 return
-            yield pytree.tree_map_only(Tensor, lambda t, n=left: t[:n] if t.dim() else t, batch.inputs), None
+            yield pytree.tree_map_only(Tensor, functools.partial(_first, left), batch.inputs), None
             left -= len(batch)
+
+
+def _first(count: int, tensor: Tensor) -> Tensor:
+    return tensor[:count] if tensor.dim() else tensor
 
 
 def in_order(part: Any, batch: int = BATCH) -> Iterable[Any]:
@@ -109,7 +114,7 @@ def prepared(
 ) -> QuantizedNetwork:
     """Return a model with its width switch, for inputs like those of a data set."""
     example = Takes.of(model).split(data.example).inputs
-    example = pytree.tree_map_only(Tensor, lambda t: t[:2] if t.dim() else t, example)
+    example = pytree.tree_map_only(Tensor, functools.partial(_first, 2), example)
     return prepare(model, example, input_range=data.input_range, calibration=calibration, **settings)
 
 
