@@ -277,4 +277,4 @@ def test_save_from_a_checkpoint_measures_and_tells(tmp_path: Path) -> None:
     assert header.about["training"] == about
     assert header.about["measured"].keys() == header.about["measured_from_fp32"].keys() == {"W8A8", "W3A3"}
     assert header.about["classes"] == [str(i) for i in range(10)]
-    assert header.about["input"] == {"mean": [0.0], "std": [1.0]}
+    assert header.about["input"] == {"size": [8, 8], "channels": "grey"}
