@@ -29,7 +29,8 @@ from anybit.models import build_model
 from anybit.task.checkpoint import digest_of, read_checkpoint, read_tensors, write_tensors
 from anybit.train.loop import train
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
-from anybit.train.resume import FORMAT, Stop, differences
+from anybit.train.keeper import Stop
+from anybit.train.resume import FORMAT, differences
 from anybit.train.run import RunFolder
 
 TINY = Recipe(
