@@ -193,7 +193,7 @@ def test_losses_are_those_of_the_outputs(tmp_path: Path, softmax: bool) -> None:
     assert found[Bits()][0].same == 1.0
     assert found[Bits(2, 2)][0].error > 5 * found[Bits(8, 8)][0].error  # type: ignore[operator]
     outputs, _ = outputs_of(session, feeds[0])
-    assert scores_of(session, outputs) == (set(session.outputs) if softmax else set())
+    assert scores_of(outputs) == (set(session.outputs) if softmax else set())
 
 
 def test_labels_make_scores_of_an_output(tmp_path: Path) -> None:

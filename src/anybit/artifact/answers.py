@@ -51,24 +51,34 @@ def outputs_of(session: Session, x: Mapping[str, Array], *, finite: bool = True)
     return outputs, used
 
 
-def scores_of(session: Session, outputs: Mapping[str, Array]) -> set[str]:
+def scores_of(outputs: Mapping[str, Array], labels: int = 0) -> set[str]:
     """Return the outputs that hold scores of classes along their last dimension.
 
-    Those are what a softmax makes and, where the master has labels, two-dimensional ones with a column for each.
+    Those are probabilities, however a file computes them (or their logarithms), and two-dimensional outputs with as
+    many columns as there are labels.
+
+    >>> found = scores_of({"a": np.array([[0.25, 0.75]]), "b": np.array([[0.5, 0.75]]), "c": np.ones((1, 3))}, labels=3)
+    >>> sorted(found)
+    ['a', 'c']
     """
-    softmax = {
-        node.output[0]: next((a.i for a in node.attribute if a.name == "axis"), -1)
-        for node in session.master.graph.graph.node
-        if node.op_type in ("Softmax", "LogSoftmax")
+    return {
+        name
+        for name, array in outputs.items()
+        if array.dtype.kind == "f"
+        and array.size > 0
+        and array.shape[-1:] > (1,)
+        and (
+            (array.ndim == 2 and array.shape[-1] == labels)
+            or _are_shares(array)
+            or _are_shares(np.exp(np.minimum(array, 1)))
+        )
     }
-    labels = len(session.feeding.labels)
-    found = set()
-    for name, array in outputs.items():
-        ends = name in softmax and softmax[name] in (-1, array.ndim - 1)
-        named = array.ndim == 2 and labels > 0 and array.shape[-1] == labels
-        if array.ndim > 0 and array.shape[-1] > 1 and array.dtype.kind == "f" and (ends or named):
-            found.add(name)
-    return found
+
+
+def _are_shares(array: Array) -> bool:
+    """Tell whether numbers, or what they are logarithms of, are parts of one whole along the last dimension."""
+    shares = array if float(array.min()) >= 0 else np.exp(np.minimum(array, 1))
+    return float(np.abs(shares.sum(-1, dtype=np.float64) - 1).max()) < 1e-3
 
 
 def answers(outputs: Mapping[str, Array], scores: set[str]) -> list[Answer]:
@@ -116,7 +126,7 @@ def losses(
             outputs.append(outputs_of(session, feed)[0])
             on_step()
         truth = truth or outputs
-        scores = scores_of(session, truth[0])
+        scores = scores_of(truth[0], len(session.feeding.labels))
         found[bits] = [
             _loss(name, [t[name] for t in truth], [o[name] for o in outputs], name in scores)
             for name in session.outputs

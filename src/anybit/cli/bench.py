@@ -86,15 +86,15 @@ def _table(gains: Sequence[Gain], title: str) -> Table:
         same, error = worst(gain.losses)
         cells = {
             "widths": str(Bits(gain.weights, gain.activations)),
-            "same as FP %": percent(same),
-            "error %": percent(error),
-            "accuracy %": percent(gain.accuracy),
+            "same as FP": percent(same),
+            "error": percent(error),
+            "accuracy": percent(gain.accuracy),
             "file MB": f"{gain.file_bytes / 1e6:.2f}",
             "memory MB": f"{gain.resident_bytes / 1e6:.1f}",
-            "ms, batch 1": f"{1000 * gain.latency:.2f}",
+            "ms": f"{1000 * gain.latency:.2f}",
             "times FP": ratio(gain.speedup),
-            f"inputs/s, batch {batch}": f"{gain.throughput:.0f}" if batch > 1 else "",
-            "times FP, batch": ratio(gain.speedup_batch) if batch > 1 else "",
+            f"inputs/s by {batch}": f"{gain.throughput:.0f}" if batch > 1 else "",
+            f"times FP by {batch}": ratio(gain.speedup_batch) if batch > 1 else "",
         }
         rows.append(cells)
     shown = [head for head in rows[0] if any(row[head] for row in rows)]
@@ -109,9 +109,9 @@ def percent(share: float | None) -> str:
     """Return a part of a whole in percent, or nothing.
 
     >>> percent(0.1234), percent(None)
-    ('12.34', '')
+    ('12.3%', '')
     """
-    return "" if share is None else f"{100 * share:.2f}"
+    return "" if share is None else f"{100 * share:.1f}%"
 
 
 def ratio(speedup: tuple[float, float, float] | None) -> str:

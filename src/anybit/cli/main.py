@@ -70,12 +70,12 @@ PANELS: dict[str, dict[str, tuple[Callable[..., object], str]]] = {
         "save": (save.save, "Write a checkpoint as one ONNX file for every width."),
     },
     "Integrators: somebody else's file, no PyTorch": {
-        "adopt": (adopt.adopt, "Make a plain ONNX classifier switchable."),
+        "adopt": (adopt.adopt, "Make a plain ONNX file switchable."),
         "export": (export.export, "Write one width as plain ONNX."),
-        "run": (run.run, "Classify files at the width a policy chooses."),
+        "run": (run.run, "Run inputs at the width you or a policy choose."),
         "watch": (watch.watch, "Show battery and width, live."),
         "serve": (serve.serve, "Try a file at every width in the browser."),
-        "bench": (bench.bench, "Measure size, memory, speed and accuracy by width."),
+        "bench": (bench.bench, "Measure what each width gains and what it loses."),
     },
 }
 """The verbs by who needs them, each with what it does in one line."""

@@ -72,7 +72,7 @@ def _tell(session: Session, label: str, feed: dict[str, Any], out: Path | None, 
     from anybit.artifact.answers import answers, outputs_of, scores_of
 
     outputs, used = outputs_of(session, feed)
-    found = answers(outputs, scores_of(session, outputs))
+    found = answers(outputs, scores_of(outputs, len(session.feeding.labels)))
     written: dict[str, str] = {}
     if out is not None:
         for answer in found:

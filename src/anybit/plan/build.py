@@ -17,8 +17,8 @@ from anybit.plan.fold import bias_name, fold
 from anybit.plan.moments import ESTIMATED, Moments, propagate
 from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS
 from anybit.plan.points import FLOORS, Activation, Bias, Left, Plan, Weight
-from anybit.plan.sites import Sites, find_sites, sensitive
-from anybit.spec import FLOAT, NARROWEST, QuantSpec, Range
+from anybit.plan.sites import Sites, find_sites, sensitive, signals
+from anybit.spec import FLOAT, NARROWEST, WIDEST, QuantSpec, Range
 
 HELPERS = ("equalize", "bias", "sums", "clip")
 """What can be done for accuracy without data: see `anybit.prepare`."""
@@ -97,12 +97,12 @@ def build(graph: Graph, settings: Settings) -> Built:
         equalize(graph, known, worth_equalizing(graph, moments, lambda layer: _plain(graph, sites, layer, settings)))
     fitted = sites.activations if settings.sigmas is None else ()
     moments = propagate(graph, known, n=settings.sigmas or WIDE, histograms=fitted)
-    reasons = _sensitive(graph, sites) if settings.sensitive != "same" else {}
+    floors = _floors(graph, sites, settings)
     places: dict[str, str] = {}
     points: list[Weight | Activation] = []
     names: dict[str, str] = {}
     for place, path in _in_order(graph, sites):
-        point = _point(graph, sites, place, settings, reasons.get(place, ""), moments)
+        point = _point(graph, sites, place, settings, floors.get(place, (NARROWEST, "")), moments)
         name = place if place in sites.weights else _fresh(path, {*places, *graph.constants} - {place})
         points.append(replace(point, name=name))
         places[name], names[place] = place, name
@@ -136,9 +136,14 @@ def _fresh(stem: str, taken: set[str]) -> str:
 
 
 def _point(
-    graph: Graph, sites: Sites, place: str, settings: Settings, because: str, moments: dict[str, Moments]
+    graph: Graph,
+    sites: Sites,
+    place: str,
+    settings: Settings,
+    least: tuple[int, str],
+    moments: dict[str, Moments],
 ) -> Weight | Activation:
-    floor = SENSITIVE[settings.sensitive] if because else NARROWEST
+    floor, because = least
     if place in sites.weights:
         layer = sites.weights[place][0]
         plain = replace(_plain(graph, sites, layer, settings, place), floor=floor, because=because)
@@ -195,16 +200,20 @@ def _ranges(moments: Moments, symmetric: bool) -> Ranges:
     return found
 
 
-def _sensitive(graph: Graph, sites: Sites) -> dict[str, str]:
-    """Return the points of layers that few bits hurt most, each with the reason."""
-    found = sensitive(graph)
-    places = sites.weights | sites.activations
-    return {
-        place: found[node]
-        for place, nodes in places.items()
-        for node in nodes[:1]
-        if all(other in found for other in nodes)
+def _floors(graph: Graph, sites: Sites, settings: Settings) -> dict[str, tuple[int, str]]:
+    """Return the width that points do not go below, with the reason: those that few bits hurt most, and signals."""
+    floor = SENSITIVE[settings.sensitive]
+    if floor == NARROWEST:
+        return {}
+    layers = sensitive(graph)
+    floors = {
+        place: (floor, layers[nodes[0]])
+        for place, nodes in (sites.weights | sites.activations).items()
+        if all(node in layers for node in nodes)
     }
+    for value in signals(graph) & {*sites.activations, *sites.accumulators}:
+        floors[value] = (max(floor, WIDEST), "signal")
+    return floors
 
 
 def _add_biases(graph: Graph, sites: Sites, moments: Mapping[str, Moments]) -> None:
@@ -276,9 +285,15 @@ def with_inputs(plan: Plan, given: Interval | Mapping[str, Interval] | None) -> 
             raise SpecError(f"no input {name!r} feeds a layer; those that do are {', '.join(inputs) or 'none'}")
         if not _is_pair(interval):
             raise SpecError(f"the range of input {name!r} is a pair of numbers (low, high); got {interval!r}")
-    return plan.with_ranges(
+    asked = plan.with_ranges(
         {n: ((FLOAT, Range(float(r[0]), float(r[1]), "given by the user")),) for n, r in chosen.items()}
     )
+    # Whoever names the range of a signal wants it rounded like a picture.
+    points = (
+        replace(p, floor=FLOORS["input"], because="") if p.name in chosen and p.because == "signal" else p
+        for p in asked.points
+    )
+    return replace(asked, points=tuple(points))
 
 
 def _is_pair(value: Any) -> bool:

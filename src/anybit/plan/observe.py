@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 PERCENTILE = 99.99
 """How much of a tensor the percentile method covers, by default."""
 
-CLIPPED_WIDTHS = tuple(range(NARROWEST, 9))
+CLIPPED_WIDTHS = tuple(range(NARROWEST, 8))
 """Widths for which clipping can be worth it; wider grids cover all values."""
 
 
@@ -112,7 +112,7 @@ class Percentile(Histogram):
 
 
 class MeanSquare(Histogram):
-    """For each width the interval with the smallest squared error; from 9 bits on everything seen."""
+    """For each width the interval with the smallest squared error; from 8 bits on everything seen."""
 
     name = "mse"
 

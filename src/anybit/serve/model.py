@@ -76,7 +76,7 @@ class LiveModel:
         self._example = session.example()
         outputs, _ = outputs_of(session, self._example, finite=False)
         self.labels = session.feeding
-        self.classes = max((outputs[name].shape[-1] for name in scores_of(session, outputs)), default=0)
+        self.classes = max((outputs[name].shape[-1] for name in scores_of(outputs, len(self.labels.labels))), default=0)
 
     @property
     def fed_with(self) -> str:
@@ -93,7 +93,7 @@ class LiveModel:
             self.session.set_bits(weights=bits.weights, activations=bits.activations)
             outputs, used = outputs_of(self.session, feed)
             seconds, runs = self.timed(feed)
-        scores = scores_of(self.session, outputs)
+        scores = scores_of(outputs, len(self.labels.labels))
         found = answers(outputs, scores)
         rows = [outputs[answer.name] for answer in found if answer.best is not None]
         guesses = self._guesses(rows[0].ravel()) if rows else ()
@@ -102,8 +102,7 @@ class LiveModel:
 
     def _guesses(self, scores: npt.NDArray[np.float32]) -> tuple[Guess, ...]:
         row: Numbers = np.asarray(scores, np.float64)
-        whole = bool((row >= 0).all()) and abs(float(row.sum()) - 1) < 1e-3
-        shares = row if whole and self._says_probabilities() else softmax(row)
+        shares = row if scores_of({"": row}) and row.min() >= 0 else softmax(row)
         best = np.argsort(-shares, kind="stable")[:TOP]
         return tuple(Guess(int(i), self.labels.label(int(i)), float(shares[i])) for i in best)
 
@@ -120,13 +119,6 @@ class LiveModel:
         one = measure(lambda: self.session.run(x), repeats=1)
         runs = max(FEWEST_RUNS, min(MOST_RUNS, int(TIMING / max(one, 1e-6))))
         return measure(lambda: self.session.run(x), repeats=runs), runs
-
-    def _says_probabilities(self) -> bool:
-        """Tell whether the network ends in a softmax of its own."""
-        made = {
-            name for node in self.session.master.graph.graph.node if node.op_type == "Softmax" for name in node.output
-        }
-        return bool(made & set(self.session.outputs))
 
     def footprint(self, bits: Bits) -> Footprint:
         """Return what these widths take, measured once, in a process of its own."""
