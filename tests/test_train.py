@@ -26,8 +26,9 @@ from anybit.models import build_model
 from anybit.spec import Bits
 from anybit.task.checkpoint import load_model, read_checkpoint
 from anybit.task.task import prepared
+from anybit.train.begin import make_optimizer
 from anybit.train.clock import Clock, time_running
-from anybit.train.loop import fit, make_optimizer, steps_of, train, validate
+from anybit.train.loop import fit, steps_of, train, validate
 from anybit.train.recipe import (
     FLAGSHIP,
     DataRecipe,
