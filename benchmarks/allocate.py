@@ -29,7 +29,7 @@ from anybit.simulate.allocate import mean_loss
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
-from anybit.train.checkpoint import load_model
+from anybit.task.checkpoint import load_model
 
 RUNS = ("runs/laptop-vgg-like-base-0", "runs/laptop-resnet18-base-0")
 BUDGETS = (3.0, 4.0, 5.0)
@@ -77,7 +77,7 @@ def main() -> None:
     for run in options.runs:
         model, about = load_model(Path(run) / "model.safetensors")
         data = load_dataset(about["data"])
-        net = prepare(model, data.test.x[:2], input_range=data.input_range)
+        net = prepare(model, data.test.x[:2], input_range=data.input_range, preset="paper")
         begin = time.perf_counter()
         searched = greedy(net, part(data.validation, 500), BUDGETS)
         greedy_seconds = time.perf_counter() - begin

@@ -22,7 +22,7 @@ from anybit.evaluate.sweep import sweep
 from anybit.plan.build import HELPERS
 from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
-from anybit.train.checkpoint import load_model
+from anybit.task.checkpoint import load_model
 
 RUNS = ("runs/laptop-vgg-like-base-0", "runs/laptop-resnet18-base-0")
 WIDTHS = [Bits.parse(word) for word in ("FP", "W8A8", "W6A6", "W4A8", "W4A4", "W3A8", "W3A3", "W2A8")]
@@ -51,7 +51,14 @@ def main() -> None:
             for column in ("helpers", *map(str, WIDTHS)):
                 table.add_column(column, justify="left" if column == "helpers" else "right")
             for name, helpers in SETTINGS.items():
-                net = prepare(model, test.x[:2], input_range=data.input_range, per_channel=per_channel, helpers=helpers)
+                net = prepare(
+                    model,
+                    test.x[:2],
+                    input_range=data.input_range,
+                    per_channel=per_channel,
+                    helpers=helpers,
+                    preset="paper",
+                )
                 rows = sweep(net, Batches(test, 100), widths=WIDTHS, label=name, seed=about["seed"])
                 table.add_row(name, *(f"{100 * row.accuracy:.1f}" for row in rows))
                 for row in rows:

@@ -27,7 +27,7 @@ from anybit.evaluate.accuracy import evaluate
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
-from anybit.train.checkpoint import load_model, read_checkpoint
+from anybit.task.checkpoint import load_model, read_checkpoint
 from anybit.train.loop import train
 from anybit.train.recipe import Recipe, load_recipe
 from paper.rows import LAMBDA
@@ -62,7 +62,9 @@ def measure(model: nn.Module, data: Dataset) -> dict[str, Any]:
     whole, known = evaluate(model, validation), evaluate(model, seen)
     result: dict[str, Any] = {"FP": whole.accuracy, "loss": whole.loss, "loss on training images": known.loss}
     for scales in ("per tensor", "per channel"):
-        net = prepare(model, data.test.x[:2], input_range=data.input_range, per_channel=scales == "per channel")
+        net = prepare(
+            model, data.test.x[:2], input_range=data.input_range, per_channel=scales == "per channel", preset="paper"
+        )
         first = net.plan.weights[0].name
         result[scales] = {str(bits): accuracy(net, validation, bits) for bits in WIDTHS}
         if scales == "per tensor":

@@ -16,7 +16,7 @@ from anybit.common.progress import Start, quiet
 from anybit.data import Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, FileError
 from anybit.models import build_model
-from anybit.train.checkpoint import load_model
+from anybit.task.checkpoint import load_model
 from anybit.train.loop import fit, model_shape, steps_of
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, Recipe
 from paper import cifar10
@@ -44,7 +44,7 @@ def load_data(name: str) -> Dataset:
 
 def quantized(model: nn.Module, dataset: Dataset, **options: Any) -> Any:
     """Return a network with its width switch, set up as in the paper: symmetric, per tensor, without data."""
-    return anybit.prepare(model, dataset.test.x[:2], input_range=dataset.input_range, **options)
+    return anybit.prepare(model, dataset.test.x[:2], input_range=dataset.input_range, **options, preset="paper")
 
 
 def folded_weights(net: nn.Module) -> list[Tensor]:

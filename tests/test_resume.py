@@ -26,7 +26,7 @@ from anybit.cli import main
 from anybit.data import Dataset, Split, load_dataset
 from anybit.errors import CheckpointError, FileError
 from anybit.models import build_model
-from anybit.train.checkpoint import digest_of, read_checkpoint, read_tensors, write_tensors
+from anybit.task.checkpoint import digest_of, read_checkpoint, read_tensors, write_tensors
 from anybit.train.loop import train
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
 from anybit.train.resume import FORMAT, Stop, differences

@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from anybit.spec import Bits
-from anybit.train.checkpoint import load_model
+from anybit.task.checkpoint import load_model
 
 BATCH = 128
 LAYERS = (nn.Conv2d, nn.Linear)

@@ -7,8 +7,7 @@ to its view, and run for calibration.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
+from anybit.artifact.coverage import coverage, table_rows
+from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import STORES, Header
-from anybit.artifact.made_up import TYPES, made_up_inputs
+from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
-from anybit.artifact.runtime import compile_model
+from anybit.artifact.runtime import TYPES, compile_model, run_in_time, time_limit
 from anybit.common.provenance import origin
 from anybit.errors import DataError, FileError, SpecError
 from anybit.graph.from_onnx import read_onnx
@@ -38,15 +39,17 @@ def adopt(
     path: str | Path,
     out: str | Path,
     *,
+    preset: str = "default",
     calibration: Iterable[Feed] | None = None,
-    method: str = "min-max",
+    method: str | None = None,
     input_range: Interval | Mapping[str, Interval] | None = None,
-    symmetric: bool = False,
-    per_channel: bool = True,
-    sigmas: float = 6.0,
-    ends: str = "same",
-    helpers: str | Iterable[str] = (),
+    symmetric: bool | None = None,
+    per_channel: bool | None = None,
+    sigmas: float | None = None,
+    sensitive: str | None = None,
+    helpers: str | Iterable[str] | None = None,
     store: str = "fp32",
+    preprocessing: Preprocessing | None = None,
     about: dict[str, Any] | None = None,
 ) -> Plan:
     """Write a master made of a plain ONNX model, and return its plan.
@@ -56,44 +59,54 @@ def adopt(
         out: Where to write the master.
         calibration: Inputs by name, whose values set the ranges. Without them ranges come from normalization layers
             and, where those tell nothing, from inputs that are made up; the plan says which.
-        method: How calibration sets a range; this and the next settings are those of `anybit.prepare`.
+        preset: This and the settings up to `helpers` are those of `anybit.prepare`.
+        method: How calibration sets a range.
         input_range: The interval of the network's input, which is then quantized too.
         symmetric: Grids with zero in the middle, instead of fitted to both ends. A hard-swish goes from -0.4 to 20: on
             a symmetric grid half of the codes would be wasted.
         per_channel: One scale per output channel of a weight, without which some networks go dead at 8 bits.
         sigmas: How many standard deviations around the mean a range from batch norm covers.
-        ends: How the first and last layers are treated: "same", "8-bit" or "float".
+        sensitive: How layers that few bits hurt most are treated: "8-bit", "same" or "float".
         helpers: What to do for accuracy without data: "equalize", "bias", "sums", "clip", or "all".
         store: How weights are stored: "fp32", "fp16" or "int8".
-        about: What a reader should know, ready for JSON.
+        preprocessing: How pictures become inputs; stored in the master, so that `anybit run` and others feed them so.
+        about: What else a reader should know, ready for JSON.
 
     Raises:
         FileError: The file cannot be read, is quantized already, or has nothing to quantize.
     """
     if store not in STORES:
         raise SpecError(f"store must be one of {', '.join(STORES)}; got {store!r}")
-    settings = Settings.of(ends=ends, helpers=helpers, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas)
+    settings = Settings.of(
+        preset, method=method, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas, sensitive=sensitive,
+        helpers=helpers,
+    )  # fmt: skip
     model = read_model_file(Path(path))
-    plan = plan_for(model, settings, calibration, method, input_range, where=str(path))
-    share = quantized_share(model, plan)
-    known = {"adopted_from": Path(path).name, "origin": origin(), "quantized_share": share, **(about or {})}
+    first: list[Feed] = []
+    if calibration is not None:
+        calibration = _remembered(calibration, first)
+    plan = plan_for(model, settings, calibration, input_range, where=str(path))
+    found = coverage(model, plan, first[0] if first else None, where=str(path))
+    if not found.weights:
+        raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan)}; nothing was written")
+    known = {"adopted_from": Path(path).name, "origin": origin(), "quantized": found.to_dict()}
+    known |= {"shapes": {name: list(np.shape(x)) for name, x in first[0].items()}} if first else {}
+    known |= {**(about or {}), **(preprocessing.to_about() if preprocessing else {})}
     write_master(out, model, Header(plan, store, known))
     return plan
 
 
-def quantized_share(model: OnnxModel, plan: Plan) -> float:
-    """Return which part of a model's weights the plan rounds: of all stored numbers in two or more dimensions."""
-    floats = [t for t in model.graph.initializer if t.data_type == TensorProto.FLOAT and len(t.dims) > 1]
-    rounded = {weight.place for weight in plan.weights}
-    total = sum(math.prod(t.dims) for t in floats)
-    return sum(math.prod(t.dims) for t in floats if t.name in rounded) / total if total else 0.0
+def _remembered(feeds: Iterable[Feed], first: list[Feed]) -> Iterator[Feed]:
+    """Hand on inputs, and keep the first one."""
+    for feed in feeds:
+        first[:] = first or [feed]
+        yield feed
 
 
 def plan_for(
     model: OnnxModel,
     settings: Settings,
     calibration: Iterable[Feed] | None,
-    method: str,
     input_range: Interval | Mapping[str, Interval] | None,
     *,
     where: str,
@@ -106,11 +119,11 @@ def plan_for(
     if not plan.weights:
         raise FileError(f"{where}: has no weight that could be quantized; {_why_none(plan)}")
     if calibration is not None:
-        plan = _calibrated(model, Calibration(plan, method), calibration, where=where)
-    elif unknown := [a.name for a in plan.activations if not a.ranges and a.kind != "input"]:
-        watch = Calibration(plan, method, only=unknown, source="made-up inputs")
-        with contextlib.suppress(DataError):  # nothing that was made up runs: those values stay in floating point
-            plan = _calibrated(model, watch, None, ids=_rows(graph), interval=_intervals(plan), where=where)
+        plan = _calibrated(model, Calibration(plan, settings.method), calibration, where=where)
+    else:
+        watch = Calibration(plan, settings.method, made_up=True)
+        with contextlib.suppress(DataError):  # nothing that was made up runs: what is unknown stays in floating point
+            plan = _calibrated(model, watch, None, ids=table_rows(model), interval=_intervals(plan), where=where)
     return joined(plan, built.joined)
 
 
@@ -119,14 +132,6 @@ def _why_none(plan: Plan) -> str:
     if plan.left:
         return f"{plan.left[0].name} and {len(plan.left) - 1} more are operators that are not known here"
     return "convolutions, matrix products and recurrent cells with stored weights are"
-
-
-def _rows(graph: Graph) -> int:
-    """Return how many rows the smallest table has that something is looked up in."""
-    tables = [
-        graph.constants[n.inputs[0]] for n in graph.nodes if n.name == "Gather" and n.inputs[0] in graph.constants
-    ]
-    return min((len(t) for t in tables if t.ndim > 1 and t.dtype.kind == "f"), default=10)
 
 
 def _intervals(plan: Plan) -> dict[str, Interval]:
@@ -204,10 +209,10 @@ def _calibrated(
     seen = False
     for feed in feeds:
         try:
-            found = engine.run(list(places), {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted})
-        except Exception as error:  # ONNX Runtime has no common base for its exceptions
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(f"{where}: a calibration input cannot be run ({reason})") from error
+            values: Feed = {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted}
+            found = run_in_time(engine, list(places), values, time_limit())
+        except (DataError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{where}: a calibration input cannot be run ({error})") from error
         watch.update(dict(zip(places.values(), found, strict=True)))
         seen = True
     if not seen:

@@ -223,7 +223,7 @@ def _bytes(value: Any) -> bytes:
 _EXTRAS: dict[str, type[Any]] = {"rounded": Rounded, "shifts": Shift}
 
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    **dict.fromkeys(("name", "tensor", "value", "kind", "weight", "input", "reason"), ("a text", _text)),
+    **dict.fromkeys(("name", "tensor", "value", "kind", "weight", "input", "reason", "because"), ("a text", _text)),
     **dict.fromkeys(("symmetric", "sums", "clip"), ("true or false", _flag)),
     **dict.fromkeys(("axis", "channels"), ("a whole number from 0 on", _whole(0))),
     **dict.fromkeys(("file", "sha256"), ("a text", _text)),

@@ -71,6 +71,11 @@ class QuantizedNetwork(nn.Module):
         self.set_bits(weights=self._bits.weights, activations=self._bits.activations, layers=self._layers)
 
     @property
+    def takes(self) -> Signature:
+        """What it is called with: the inputs of the example."""
+        return self._takes
+
+    @property
     def bits(self) -> Bits:
         """The widths that the network runs at, apart from layers with widths of their own."""
         return self._bits

@@ -26,7 +26,7 @@ from anybit.artifact.header import Header
 from anybit.artifact.master import Master, write_master
 from anybit.artifact.model import LARGE, OnnxModel, location
 from anybit.common.provenance import origin
-from anybit.errors import MissingDependency, NetworkError
+from anybit.errors import MissingDependency, NetworkError, SpecError
 from anybit.simulate.modules import Activation, Bias, Weight
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.recurrent import to_operators, translations
@@ -61,6 +61,8 @@ def save(net: QuantizedNetwork, path: str | Path, *, store: str = "fp32", about:
     Raises:
         NetworkError: The network has an operator that ONNX cannot express.
     """
+    if not isinstance(net, QuantizedNetwork):
+        raise SpecError(f"save takes a network from anybit.prepare(model, example_input), got {type(net).__name__}")
     model = translate(net)
     write_master(path, model, Header(net.plan, store, {"origin": origin(), **(about or {})}))
 

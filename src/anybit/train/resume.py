@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybit.common.files import read_json
 from anybit.common.text import printable, quoted
-from anybit.data import Dataset
+from anybit.data import Dataset, Split
 from anybit.errors import CheckpointError
 from anybit.objectives.base import Penalty
 from anybit.objectives.restore import random_state, set_random_state
-from anybit.train.checkpoint import check_fit, read_tensors, write_tensors
+from anybit.task.checkpoint import check_fit, read_tensors, write_tensors
 from anybit.train.clock import Clock, EpochTime
 from anybit.train.place import Place
 from anybit.train.recipe import Recipe
@@ -128,11 +128,16 @@ def identity(recipe: Recipe, data: Dataset, start: str, place: Place) -> dict[st
         "name": data.name,
         "examples": len(data.train),
         "shape": list(data.shape),
-        "training": data.train.digest(),
-        "validation": data.validation.digest(),
+        "training": _digest(data.train),
+        "validation": _digest(data.validation),
     }
     values = {"recipe": recipe.to_dict(), "data": about, "start": start, "processes": place.processes}
     return dict(json.loads(json.dumps(values)))
+
+
+def _digest(part: Any) -> str | None:
+    """Return a checksum of data; of a loader none, which would have to be gone through."""
+    return part.digest() if isinstance(part, Split) else None
 
 
 def conditions(place: Place) -> dict[str, Any]:
@@ -209,7 +214,11 @@ def _saved(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> Sav
     position = Position(_count(at["epoch"]), _count(at["index"]), tuple(map(_time, at["times"])), _time(at["spent"]))
     if len(position.times) != position.epoch:
         raise ValueError(f"times of {len(position.times)} epochs before epoch {position.epoch}")
-    counters = [{"steps": _count(c["steps"]), "factor": _number(c["factor"])} for c in about["penalties"]]
+    counters = [
+        {str(name): _count(v) if name == "steps" else _number(v) for name, v in c.items()} for c in about["penalties"]
+    ]
+    if any({"steps", "factor"} - counter.keys() for counter in counters):
+        raise ValueError("a penalty without its steps or its factor")
     resumed = tuple(map(_count, about["resumed"]))
     return Saved(
         path, tensors, position, _count(at["step"]), _count(about["log"]), counters, resumed, dict(about["conditions"])
@@ -270,7 +279,8 @@ def restore(saved: Saved, moving: Moving, place: Place) -> None:
 
 
 def _kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    return ("step", "exp_avg", "exp_avg_sq") if isinstance(optimizer, torch.optim.AdamW) else ("momentum_buffer",)
+    adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return ("step", "exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
 
 
 def _outline(saved: Saved, moving: Moving, place: Place) -> dict[str, Tensor]:
