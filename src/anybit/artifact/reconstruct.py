@@ -213,12 +213,12 @@ class _Width:
             yield now(feed), exact(feed)
 
     def _set_ranges(self, found: list[tuple[Layer, Use, Array, Array]]) -> None:
-        """Choose for each input of up to 8 bits the part of its range with the least error of the layers' outputs."""
+        """Choose for each input of less than 8 bits the part of its range with the least error of layers' outputs."""
         for ranges in dict.fromkeys(self.plan.activation(p).ranges for _, use, _, _ in found for p in use.points):
             group = [a for a in self.plan.activations if a.ranges == ranges]  # joined points share their range
             width = self.widths[group[0].name]
             old = group[0].range_at(width)
-            if width > 8 or old is None or old.source == SOURCE or len({self.widths[a.name] for a in group}) > 1:
+            if width >= NARROW or old is None or old.source == SOURCE or len({self.widths[a.name] for a in group}) > 1:
                 continue
             names = {a.name for a in group}
             fed = [
