@@ -1,13 +1,16 @@
-# Two commands: `make demo` and `make test`. Both set up .venv on first use and reuse it afterwards.
+# Two commands: `make demo` and `make test`. Both set up .venv on first use and reuse it afterwards; the demo needs a small
+# part of what the tests need, so each has a mark of its own there.
 
 PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3) python3)
 VENV := .venv
 BIN := $(VENV)/bin
+LIGHT := $(VENV)/.light
 READY := $(VENV)/.ready
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test check table1 table2 figures appendix cifar10 bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale bench-strangers soak fuzz docs setup clean
 
-demo: $(READY)
+demo: $(LIGHT)
 	@$(BIN)/anybit demo
 
 # A process per core, each on one thread: most tests are too small to share.
@@ -68,12 +71,19 @@ fuzz: $(READY)
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt paper/requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "anybit needs Python 3.11, this is " + sys.version.split()[0] + "; run make with PYTHON=/path/to/python3.11")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (once; a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -r paper/requirements.txt
-	@touch $(READY)
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "anybit needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make with PYTHON=/path/to/python")'
+	@$(PYTHON) -m venv $(VENV)
+
+$(LIGHT): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what the demo needs into $(VENV) (once; a minute or two)"
+	@$(INSTALL) -e '.[demo]'
+	@touch $(LIGHT)
+
+$(READY): pyproject.toml constraints.txt paper/requirements.txt | $(BIN)/python
+	@echo "installing what developers need into $(VENV) (once; a few minutes)"
+	@$(INSTALL) -e '.[dev]' -r paper/requirements.txt
+	@touch $(LIGHT) $(READY)
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -77,7 +77,7 @@ def main() -> None:
     for run in options.runs:
         model, about = load_model(Path(run) / "model.safetensors")
         data = load_dataset(about["data"])
-        net = prepare(model, data.test.x[:2], input_range=data.input_range)
+        net = prepare(model, data.test.x[:2], input_range=data.input_range, preset="paper")
         begin = time.perf_counter()
         searched = greedy(net, part(data.validation, 500), BUDGETS)
         greedy_seconds = time.perf_counter() - begin

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def try_case(kind: Any, path: Path, *, want: str | None = None) -> str:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
     rise = status("VmHWM") - before
-    if rise > RISE + 3 * path.stat().st_size:
+    if rise > getattr(kind, "rise", RISE) + 3 * path.stat().st_size:
         raise Found(f"took {rise >> 20} MB for a file of {path.stat().st_size} bytes")
     return outcome
 
@@ -110,6 +111,7 @@ def replay(name: str, cases: list[Path]) -> None:
 
 def work(name: str, folder: Path, seed: int, first: int, cases: int, seconds: float) -> None:
     """Try cases until the time is over, each made from its number; print what came of each kind of end."""
+    say = speaker()
     kind, path, want = prepared(name, folder)
     end = time.monotonic() + seconds
     for number in range(first, first + cases):
@@ -128,21 +130,28 @@ def work(name: str, folder: Path, seed: int, first: int, cases: int, seconds: fl
             say({"end": "found", "why": f"{type(error).__name__}: {error}"[:300], "where": where})
 
 
-def say(value: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
+def speaker() -> Callable[[dict[str, Any]], None]:
+    """Return what tells the other side of standard output a value; whatever else is printed goes to standard error."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(value: dict[str, Any]) -> None:
+        out.write(json.dumps(value) + "\n")
+        out.flush()
+
+    return say
 
 
 def run_worker(name: str, seed: int, first: int, cases: int, seconds: float) -> tuple[dict[str, int], int, list[Any]]:
     """Run one worker to its end; return how its cases ended, the number of the next one, and what was found."""
     counts = {"used": 0, "refused": 0, "found": 0}
     found: list[Any] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as stderr:
         words = ["--work", name, folder, seed, first, cases, seconds]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(
             [sys.executable, __file__, *map(str, words)], env=environment, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
         )  # fmt: skip
         number, open_case = first - 1, False
         assert process.stdout is not None
@@ -155,8 +164,9 @@ def run_worker(name: str, seed: int, first: int, cases: int, seconds: float) -> 
             open_case = False
             if value["end"] == "found":
                 found.append(keep(name, Path(folder), number, value["why"], value["where"]))
-        errors = process.stderr.read() if process.stderr else ""
         code = process.wait()
+        stderr.seek(0)
+        errors = stderr.read()
         if code and not open_case:
             raise SystemExit(f"the worker for {name} does not start: {errors[-3000:]}")
         if code:

@@ -24,7 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from anybit.artifact import protobuf_scan
 from anybit.artifact.adopt import adopt
-from anybit.artifact.pictures import as_batch, read_inputs, read_picture
+from anybit.artifact.pictures import LARGEST, as_batch, read_inputs, read_picture
 from anybit.artifact.session import load
 
 Rng = np.random.Generator
@@ -161,6 +161,7 @@ class Pictures:
     """Pictures in all formats that are read, and some in others."""
 
     suffix = ".png"
+    rise = 8 * LARGEST  # a tiny file may be the largest picture of one colour, twice in memory while it is converted
 
     def __init__(self, folder: Path) -> None:
         from PIL import Image

@@ -51,7 +51,14 @@ def main() -> None:
             for column in ("helpers", *map(str, WIDTHS)):
                 table.add_column(column, justify="left" if column == "helpers" else "right")
             for name, helpers in SETTINGS.items():
-                net = prepare(model, test.x[:2], input_range=data.input_range, per_channel=per_channel, helpers=helpers)
+                net = prepare(
+                    model,
+                    test.x[:2],
+                    input_range=data.input_range,
+                    per_channel=per_channel,
+                    helpers=helpers,
+                    preset="paper",
+                )
                 rows = sweep(net, Batches(test, 100), widths=WIDTHS, label=name, seed=about["seed"])
                 table.add_row(name, *(f"{100 * row.accuracy:.1f}" for row in rows))
                 for row in rows:

@@ -62,7 +62,9 @@ def measure(model: nn.Module, data: Dataset) -> dict[str, Any]:
     whole, known = evaluate(model, validation), evaluate(model, seen)
     result: dict[str, Any] = {"FP": whole.accuracy, "loss": whole.loss, "loss on training images": known.loss}
     for scales in ("per tensor", "per channel"):
-        net = prepare(model, data.test.x[:2], input_range=data.input_range, per_channel=scales == "per channel")
+        net = prepare(
+            model, data.test.x[:2], input_range=data.input_range, per_channel=scales == "per channel", preset="paper"
+        )
         first = net.plan.weights[0].name
         result[scales] = {str(bits): accuracy(net, validation, bits) for bits in WIDTHS}
         if scales == "per tensor":

@@ -72,7 +72,9 @@ def networks(width: float) -> tuple[dict[str, QuantizedNetwork], Tensor]:
         "per channel": {"per_channel": True},
         "all helpers": {"helpers": "all"},
     }
-    return {name: prepare(model, x[:2], input_range=(-REACH, REACH), **way) for name, way in ways.items()}, x
+    return {
+        name: prepare(model, x[:2], input_range=(-REACH, REACH), **way, preset="paper") for name, way in ways.items()
+    }, x
 
 
 def row(what: str, values: list[float], typical: float, unit: str, asked: float | None, **more: object) -> Row:

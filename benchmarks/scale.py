@@ -166,7 +166,7 @@ EXAMPLE = torch.zeros(2, 3, 4, 4)
 
 
 def prepared(model: nn.Module, helpers: tuple[str, ...] = ()) -> QuantizedNetwork:
-    return prepare(model, EXAMPLE, input_range=(-REACH, REACH), helpers=helpers)
+    return prepare(model, EXAMPLE, input_range=(-REACH, REACH), helpers=helpers, preset="paper")
 
 
 class Meter:

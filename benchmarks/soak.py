@@ -53,7 +53,7 @@ def master(folder: Path) -> Path:
 
     torch.manual_seed(0)
     model = build_model("vgg-like", channels=3, classes=10, multiplier=0.125).eval()
-    net = anybit.prepare(model, torch.zeros(2, 3, 32, 32), input_range=(-3.0, 3.0))
+    net = anybit.prepare(model, torch.zeros(2, 3, 32, 32), input_range=(-3.0, 3.0), preset="paper")
     anybit.save(net, folder / "model.onnx")
     return folder / "model.onnx"
 

@@ -55,7 +55,7 @@ def test_many_layers_are_solved_exactly_in_no_time() -> None:
 def network(**options: object) -> QuantizedNetwork:
     torch.manual_seed(0)
     model = warmed_up(build_model("small-conv", channels=1, classes=10, multiplier=0.5), images(1, 8, 8)).eval()
-    return anybit.prepare(model, torch.rand(2, 1, 8, 8), input_range=(0, 1), **options)  # type: ignore[arg-type]
+    return anybit.prepare(model, torch.rand(2, 1, 8, 8), input_range=(0, 1), **options, preset="paper")  # type: ignore[arg-type]
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -119,7 +119,7 @@ def test_bytes_and_bits_are_the_same_budget() -> None:
 
 
 def test_layers_that_are_kept_wide_take_their_share_of_the_budget() -> None:
-    net = network(ends="8-bit")
+    net = network(sensitive="8-bit")
     allocation = net.allocate(budget=4, loader=batches(), activations=32)
     net.set_bits(weights=8, activations=32, layers=allocation.layers)
     widths = {name: net.numbers().widths[name] for name in net.weights}

@@ -134,7 +134,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {"preset": "paper"},
-    "default": {"preset": "default"},
+    "default": {"preset": "default", "helpers": ()},
     "equalized": {"preset": "default", "helpers": ("equalize",)},
     "clipped": {"preset": "paper", "helpers": ("equalize", "clip")},
 }

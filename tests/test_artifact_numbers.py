@@ -92,7 +92,7 @@ def test_a_trained_resnet_agrees_on_real_images(tmp_path: Path) -> None:
         F.cross_entropy(model(x[part]), y[part]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    net = anybit.prepare(model.eval(), x[:2], calibration=[x[:256]])
+    net = anybit.prepare(model.eval(), x[:2], calibration=[x[:256]], preset="paper")
     anybit.save(net, tmp_path / "model.onnx")
     session = load(tmp_path / "model.onnx", threads=1)
     images = torch.cat([large(data.test.x), x])[:N]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, images, warmed_up
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import numpy_helper
@@ -156,8 +156,31 @@ WAYS: list[dict[str, Any]] = [
 def test_the_table_has_one_set_of_numbers(case: Case, way: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     data = [(case.inputs(8), None)]
-    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=data, **way)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=data, **way, preset="paper")
     check(net, tmp_path, WIDTHS)
+
+
+LARGE: list[tuple[str, dict[str, Any], list[int]]] = [
+    ("vgg-like", {"per_channel": True, "helpers": "all"}, [2, 5, 8, 16]),
+    ("resnet18", {"per_channel": True, "symmetric": False}, [3, 4, 12]),
+    ("mobilenetv2", {"symmetric": False, "helpers": ["equalize", "bias"]}, [4, 9]),
+    ("kinks", {"per_channel": True, "helpers": ["clip", "sums"]}, WIDTHS),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "way", "widths"), LARGE, ids=[name for name, *_ in LARGE])
+def test_large_networks_have_one_set_of_numbers(
+    name: str, way: dict[str, Any], widths: list[int], tmp_path: Path
+) -> None:
+    (case,) = [c for c in CASES if c.name == name]
+    torch.manual_seed(0)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(case.inputs(4), None)], **way)
+    check(net, tmp_path, widths)
+
+
+def test_every_network_of_the_table_is_compared() -> None:
+    assert {case.name for case in CASES} == {case.name for case in QUICK} | {name for name, *_ in LARGE}
 
 
 # Drawn networks
@@ -211,10 +234,12 @@ networks = st.fixed_dictionaries(
         ),
         "groups": st.sampled_from([1, 2]),
         "faint": st.sampled_from([0.0, 1e-12, -1e-12, 1e-3]),
-        "factor": st.sampled_from([2.0**-6, 1.0, 2.0**6]),
+        "factor": st.sampled_from([1e-8, 2.0**-6, 1.0, 2.0**6, 1e8]),
         "dtype": st.sampled_from([torch.float16, torch.bfloat16, torch.float64, torch.float32]),
     }
-)
+).filter(lambda n: n["dtype"] != torch.float16 or 1e-3 < n["factor"] < 1e3)  # float16 ends at 65504
+EXTREME = {"kinds": ["plain", "twice", "transposed"], "groups": 2, "faint": 1e-12, "dtype": torch.float32}
+EVERYTHING = {"symmetric": False, "per_channel": True, "helpers": "all", "ends": "same"}
 ways = st.fixed_dictionaries(
     {
         "symmetric": st.booleans(),
@@ -237,13 +262,17 @@ def drawn(settings: dict[str, Any]) -> nn.Module:
 
 
 @given(networks, ways, st.integers(0, 2))
+@example({**EXTREME, "factor": 1e8}, EVERYTHING, 0)
+@example({**EXTREME, "factor": 1e-8}, {**EVERYTHING, "symmetric": True, "per_channel": False}, 1)
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_drawn_networks_have_one_set_of_numbers(
     tmp_path_factory: pytest.TempPathFactory, network: dict[str, Any], way: dict[str, Any], first: int
 ) -> None:
     model = drawn(network)
     data = [torch.randn(8, 1, 8, 8, dtype=network["dtype"])]
-    net = anybit.prepare(model, torch.randn(2, 1, 8, 8, dtype=network["dtype"]), calibration=data, **way)
+    net = anybit.prepare(
+        model, torch.randn(2, 1, 8, 8, dtype=network["dtype"]), calibration=data, **way, preset="paper"
+    )
     check(net, tmp_path_factory.mktemp("drawn"), WIDTHS[first::3])
 
 
@@ -261,7 +290,7 @@ def test_other_types_have_one_set_of_numbers_at_every_width(
 ) -> None:
     how = {"kinds": ["transposed", "twice", "grouped"], "groups": 2, "faint": 1e-12, "factor": 1.0, "dtype": dtype}
     net = anybit.prepare(drawn(how), torch.randn(2, 1, 8, 8, dtype=dtype), input_range=(-4, 4),
-                         calibration=[torch.randn(8, 1, 8, 8, dtype=dtype)], **way)  # fmt: skip
+                         calibration=[torch.randn(8, 1, 8, 8, dtype=dtype)], **way, preset="paper")  # fmt: skip
     check(net, tmp_path, WIDTHS)
     for bits in (12, 16):
         net.set_bits(weights=bits, activations=bits)
@@ -286,7 +315,7 @@ def test_a_channel_of_nearly_no_weight_keeps_its_bias(faint: float, per_channel:
         layer.weight[1] = faint
         layer.bias.copy_(torch.tensor([0.3, 1.0, -0.2]))
     x = torch.rand(4, 2, 3, 3)
-    net = anybit.prepare(layer.eval(), x, input_range=(0, 1), per_channel=per_channel)
+    net = anybit.prepare(layer.eval(), x, input_range=(0, 1), per_channel=per_channel, preset="paper")
     anybit.save(net, tmp_path / "net.onnx")
     session = anybit.load(tmp_path / "net.onnx")
     for bits in (2, 4, 8, 12, 16):

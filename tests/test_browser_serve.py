@@ -80,7 +80,7 @@ def master(tmp_path_factory: pytest.TempPathFactory, digits: Any) -> Path:
         torch.nn.functional.cross_entropy(model(digits.train.x[part]), digits.train.y[part]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    net = prepare(model.eval(), digits.test.x[:2], input_range=(0.0, 1.0))
+    net = prepare(model.eval(), digits.test.x[:2], input_range=(0.0, 1.0), preset="paper")
     graph = translate(net)
     path = tmp_path_factory.mktemp("live") / "digits.onnx"
     write_master(path, graph, Header(net.plan, about={"classes": NAMES, "measured": {"W4A8": 0.875}}))

@@ -55,7 +55,7 @@ def test_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, build in eval("{" + line('"plain"') + "}", module.__dict__).items():
         monkeypatch.setitem(MODELS, name, build)
     model = build_model("plain", channels=1, classes=10, multiplier=0.5).eval()
-    net = anybit.prepare(model, torch.rand(2, 1, 8, 8), input_range=(0, 1))
+    net = anybit.prepare(model, torch.rand(2, 1, 8, 8), input_range=(0, 1), preset="paper")
     net.set_bits(weights=4, activations=4)
     assert net(torch.rand(3, 1, 8, 8)).shape == (3, 10)
 
@@ -68,7 +68,7 @@ def test_the_range_setter(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(OBSERVERS, name, observer)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.randn(500, 4)
-    net = anybit.prepare(model, x[:2], calibration=x.split(100), method="four-sigmas")
+    net = anybit.prepare(model, x[:2], calibration=x.split(100), method="four-sigmas", preset="paper")
     (entry,) = [a for a in net.plan.activations if a.kind == "input"]
     found = entry.range_at(8)
     assert found is not None

@@ -45,7 +45,9 @@ WAYS: dict[str, dict[str, Any]] = {
 def pair(request: pytest.FixtureRequest, device: torch.device) -> tuple[QuantizedNetwork, QuantizedNetwork]:
     """The same network on the CPU and on the device."""
     way = WAYS[request.param]
-    return anybit.prepare(model(), X[:2], **way), anybit.prepare(model().to(device), X[:2].to(device), **way)
+    return anybit.prepare(model(), X[:2], **way, preset="paper"), anybit.prepare(
+        model().to(device), X[:2].to(device), **way, preset="paper"
+    )
 
 
 Pair = tuple[QuantizedNetwork, QuantizedNetwork]
@@ -132,7 +134,7 @@ def test_a_master_of_it_is_that_of_the_cpu(pair: Pair, device: torch.device, tmp
 
 
 def test_a_network_moves_between_devices_and_keeps_its_widths(device: torch.device) -> None:
-    net = anybit.prepare(model(), X[:2], input_range=(0, 1))
+    net = anybit.prepare(model(), X[:2], input_range=(0, 1), preset="paper")
     net.set_bits(weights=4, activations=32)
     with torch.no_grad():
         want = net(X)
@@ -144,8 +146,8 @@ def test_a_network_moves_between_devices_and_keeps_its_widths(device: torch.devi
 
 
 def test_a_state_dict_goes_from_device_to_device(device: torch.device) -> None:
-    there = anybit.prepare(model().to(device), X[:2].to(device), input_range=(0, 1))
-    here = anybit.prepare(model(), X[:2], input_range=(0, 0.5))
+    there = anybit.prepare(model().to(device), X[:2].to(device), input_range=(0, 1), preset="paper")
+    here = anybit.prepare(model(), X[:2], input_range=(0, 0.5), preset="paper")
     here.load_state_dict(there.state_dict())
     assert here.plan == there.plan
     assert {t.device.type for t in tensors_of(here)} == {"cpu"}
@@ -164,7 +166,9 @@ def test_activations_never_wait_for_the_device(pair: Pair, device: torch.device)
 
 
 def test_training_never_waits_for_the_device(device: torch.device) -> None:
-    net = anybit.prepare(model().to(device), X[:2].to(device), input_range=(0, 1), per_channel=True).train()
+    net = anybit.prepare(
+        model().to(device), X[:2].to(device), input_range=(0, 1), per_channel=True, preset="paper"
+    ).train()
     net.set_bits(weights=4, activations=4)
     x, y = X.to(device), Y.to(device)
     F.cross_entropy(net(x), y).backward()

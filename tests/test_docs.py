@@ -585,7 +585,7 @@ CASES = {
 def test_a_reader_written_from_the_page_gets_the_same_codes(
     options: dict[str, Any], store: str, tmp_path: Path
 ) -> None:
-    net = anybit.prepare(small_network(), torch.zeros(2, 1, 6, 6), input_range=(-1, 1), **options)
+    net = anybit.prepare(small_network(), torch.zeros(2, 1, 6, 6), input_range=(-1, 1), **options, preset="paper")
     master = tmp_path / "master.onnx"
     anybit.save(net, master, store=store)
     for bits in (4, 7):
@@ -634,7 +634,7 @@ def compare(reader: Reader, out: dict[str, Array], bits: int) -> None:
 
 
 def test_the_reader_notices_damage(tmp_path: Path) -> None:
-    net = anybit.prepare(small_network(), torch.zeros(2, 1, 6, 6), input_range=(-1, 1))
+    net = anybit.prepare(small_network(), torch.zeros(2, 1, 6, 6), input_range=(-1, 1), preset="paper")
     anybit.save(net, tmp_path / "master.onnx")
     data = bytearray((tmp_path / "master.onnx").read_bytes())
     data[data.index(b"first.0.weight")] ^= 1  # a letter of a name: still an ONNX file

@@ -107,7 +107,7 @@ WIDTHS = [(32, 32), (8, 8), Bits(4, 8), (2, 2)]
 
 def test_rows_say_what_was_measured() -> None:
     model, data = network(), loader()
-    net = anybit.prepare(model, data[0][0], input_range=(0.0, 1.0))
+    net = anybit.prepare(model, data[0][0], input_range=(0.0, 1.0), preset="paper")
     net.set_bits(weights=5, activations=6)
     seen: list[anybit.Row] = []
     rows = anybit.sweep(net, data, widths=WIDTHS, label="mine", seed=4, on_row=seen.append)
@@ -140,7 +140,7 @@ def test_examples_are_gone_through_once_per_width_and_once_in_floating_point() -
             return super().__iter__()
 
     data = Counting(loader())
-    net = anybit.prepare(network(), data[0][0], input_range=(0.0, 1.0))
+    net = anybit.prepare(network(), data[0][0], input_range=(0.0, 1.0), preset="paper")
     anybit.sweep(net, data, widths=[(4, 4)])
     assert data.passes == 2
     anybit.sweep(net, data, widths=WIDTHS)
@@ -149,7 +149,7 @@ def test_examples_are_gone_through_once_per_width_and_once_in_floating_point() -
 
 def test_the_widths_are_restored_also_when_something_raises() -> None:
     data = loader()
-    net = anybit.prepare(network(), data[0][0], input_range=(0.0, 1.0))
+    net = anybit.prepare(network(), data[0][0], input_range=(0.0, 1.0), preset="paper")
     net.set_bits(weights=5, activations=6)
 
     def stop(row: anybit.Row) -> None:
@@ -165,7 +165,7 @@ def test_the_widths_are_restored_also_when_something_raises() -> None:
 
 def test_sweeps_that_make_no_sense() -> None:
     data = loader()
-    net = anybit.prepare(network(), data[0][0], input_range=(0.0, 1.0))
+    net = anybit.prepare(network(), data[0][0], input_range=(0.0, 1.0), preset="paper")
     with pytest.raises(SpecError, match="at least one pair of widths"):
         anybit.sweep(net, data, widths=[])
     with pytest.raises(DataError, match="nothing to evaluate on"):
@@ -184,6 +184,6 @@ class Shuffled:
 
 
 def test_a_loader_that_shuffles_is_refused_instead_of_scored_against_other_labels() -> None:
-    net = anybit.prepare(network(), loader()[0][0], input_range=(0.0, 1.0))
+    net = anybit.prepare(network(), loader()[0][0], input_range=(0.0, 1.0), preset="paper")
     with pytest.raises(DataError, match="without shuffling"):
         anybit.sweep(net, Shuffled(), widths=WIDTHS)

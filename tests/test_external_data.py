@@ -137,7 +137,7 @@ def wide() -> Any:
     with torch.no_grad():
         for _ in range(20):
             model(torch.randn(32, 1, 6, 6))
-    return anybit.prepare(model.eval(), torch.zeros(2, 1, 6, 6), input_range=(-4, 4))
+    return anybit.prepare(model.eval(), torch.zeros(2, 1, 6, 6), input_range=(-4, 4), preset="paper")
 
 
 @pytest.fixture(scope="module")

@@ -652,7 +652,7 @@ def test_a_network_learns_from_a_folder(made: Path, tmp_path: Path, caplog: pyte
     data = small(made)
     model, results = train(recipe, data, tmp_path / "run")
     assert results["validation_accuracy"] >= 0.75  # of four colours
-    net = prepare(model, data.test.x[:2], input_range=data.input_range)
+    net = prepare(model, data.test.x[:2], input_range=data.input_range, preset="paper")
     rows = sweep(net, Batches(data.test, 16), widths=[(8, 8), (2, 2)])
     assert [row.n for row in rows] == [4 * TEST - 1] * 2
     assert rows[0].accuracy > 0.7

@@ -111,7 +111,7 @@ FREE: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[int,
 
 
 def prepared(model: nn.Module, make: Callable[..., Tensor], shape: tuple[int, ...]) -> QuantizedNetwork:
-    return anybit.prepare(model.eval(), make(*shape), calibration=[make(8, *shape[1:])])
+    return anybit.prepare(model.eval(), make(*shape), calibration=[make(8, *shape[1:])], preset="paper")
 
 
 @pytest.mark.parametrize("name", FREE)

@@ -26,7 +26,7 @@ EVERYTHING: list[Case | Architecture] = [*CASES, *ARCHITECTURES]
 
 def prepared(case: Case | Architecture, model: nn.Module, **options: Any) -> QuantizedNetwork:
     data = None if case.data_free else [(case.inputs(8), None)]
-    return anybit.prepare(model, case.inputs(2), calibration=data, **options)
+    return anybit.prepare(model, case.inputs(2), calibration=data, **options, preset="paper")
 
 
 def weights(net: QuantizedNetwork) -> dict[str, Weight]:
@@ -133,7 +133,9 @@ class Products(nn.Module):
 
 def test_matrix_products_with_constants_are_weights_with_the_right_channels() -> None:
     torch.manual_seed(0)
-    net = anybit.prepare(Products(), torch.randn(2, 3, 6), calibration=[torch.randn(8, 3, 6)], per_channel=True)
+    net = anybit.prepare(
+        Products(), torch.randn(2, 3, 6), calibration=[torch.randn(8, 3, 6)], per_channel=True, preset="paper"
+    )
     axes = {point.name: point.axis for point in net.plan.weights}
     assert axes == {"right": 1, "left": 0, "mixed": None, "added": 0}
     assert kinds(net).count("weight") == 4
@@ -163,7 +165,7 @@ def test_tied_weights_stay_tied() -> None:
     torch.manual_seed(0)
     model = Tied()
     tokens = torch.randint(0, 11, (4, 5))
-    net = anybit.prepare(model, tokens, calibration=[tokens])
+    net = anybit.prepare(model, tokens, calibration=[tokens], preset="paper")
     assert len(net.weights) == 2
     (table,) = (weight for weight in net.weights.values() if tuple(weight.shape) == (11, 8))
     assert sum(p.numel() for p in net.parameters()) == sum(p.numel() for p in model.parameters())
@@ -175,7 +177,7 @@ def test_tied_weights_stay_tied() -> None:
 
 def test_what_meets_in_a_concatenation_shares_one_grid() -> None:
     torch.manual_seed(0)
-    net = anybit.prepare(warmed_up(UNet(), images(3, 16, 16)).eval(), torch.randn(2, 3, 16, 16))
+    net = anybit.prepare(warmed_up(UNet(), images(3, 16, 16)).eval(), torch.randn(2, 3, 16, 16), preset="paper")
     ranges = {point.name: point.range_at(32) for point in net.plan.activations if point.kind == "activation"}
     assert ranges["one.2"] == ranges["four.2"]
     assert ranges["two.2"] == ranges["relu_3"]
@@ -205,7 +207,7 @@ def test_attention_written_out_is_attention(options: dict[str, Any], boolean: bo
     model = Attends(**options)
     given = {} if options.get("is_causal") else {"attn_mask": mask}
     torch.testing.assert_close(attention(q, k, k, **given, **options), model(q, k, mask))
-    net = anybit.prepare(model, (q, k, mask), calibration=[((q, k, mask), None)])
+    net = anybit.prepare(model, (q, k, mask), calibration=[((q, k, mask), None)], preset="paper")
     torch.testing.assert_close(net(q, k, mask), model(q, k, mask))
     # The value, the scaled query and key, the softmax.
     assert sorted(kinds(net)) == ["activation", "activation", "activation", "input"]
@@ -219,9 +221,9 @@ def small() -> nn.Module:
 X = torch.rand(4, 1, 8, 8)
 
 
-@pytest.mark.parametrize(("ends", "floor"), [("same", 3), ("8-bit", 8), ("float", 32)])
-def test_first_and_last_layers_can_be_spared(ends: Any, floor: int) -> None:
-    net = anybit.prepare(small(), X, input_range=(0, 1), ends=ends)
+@pytest.mark.parametrize(("sensitive", "floor"), [("same", 3), ("8-bit", 8), ("float", 32)])
+def test_first_and_last_layers_can_be_spared(sensitive: Any, floor: int) -> None:
+    net = anybit.prepare(small(), X, input_range=(0, 1), sensitive=sensitive, preset="paper")
     net.set_bits(weights=3, activations=3)
 
     def bits(kind: str) -> list[int]:
@@ -236,13 +238,13 @@ def test_first_and_last_layers_can_be_spared(ends: Any, floor: int) -> None:
     assert set(widths(net).values()) == {32}
 
 
-def test_ends_must_be_a_known_word() -> None:
-    with pytest.raises(SpecError, match="ends is one of same, 8-bit, float"):
-        anybit.prepare(small(), X, ends="first")  # type: ignore[arg-type]
+def test_how_sensitive_layers_are_treated_is_a_known_word() -> None:
+    with pytest.raises(SpecError, match="sensitive is one of same, 8-bit, float"):
+        anybit.prepare(small(), X, sensitive="first", preset="paper")  # type: ignore[arg-type]
 
 
 def test_layers_get_widths_of_their_own_by_pattern() -> None:
-    net = anybit.prepare(small(), X, input_range=(0, 1))
+    net = anybit.prepare(small(), X, input_range=(0, 1), preset="paper")
     first = next(iter(net.weights))
     net.set_bits(weights=4, activations=5, layers={"features.*": (6, 7), first: anybit.Bits(2, 2)})
     for point in net.plan.points:
@@ -274,7 +276,7 @@ def test_layers_get_widths_of_their_own_by_pattern() -> None:
     ],
 )
 def test_bad_layers_change_nothing(layers: Any, message: str) -> None:
-    net = anybit.prepare(small(), X, input_range=(0, 1))
+    net = anybit.prepare(small(), X, input_range=(0, 1), preset="paper")
     net.set_bits(weights=4, activations=4, layers={"features.*": (3, 3)})
     before = widths(net)
     want = net(X)
@@ -289,14 +291,16 @@ def test_input_ranges_by_name() -> None:
     case = next(c for c in CASES if c.name == "two-inputs")
     model = case.build().eval()
     ranges = {"picture": (0.0, 1.0)}
-    net = anybit.prepare(model, case.inputs(2), calibration=[(case.inputs(8), None)], input_range=ranges)
+    net = anybit.prepare(
+        model, case.inputs(2), calibration=[(case.inputs(8), None)], input_range=ranges, preset="paper"
+    )
     found = {point.name: point.range_at(32) for point in net.plan.activations if point.kind == "input"}
     assert found["picture"] is not None
     assert (found["picture"].low, found["picture"].high) == (0.0, 1.0)
     assert found["features"] is not None
     assert found["features"].source == "calibration, min-max"
     with pytest.raises(SpecError, match="no input 'image' feeds a layer; those that do are picture, features"):
-        anybit.prepare(model, case.inputs(2), input_range={"image": (0, 1)})
+        anybit.prepare(model, case.inputs(2), input_range={"image": (0, 1)}, preset="paper")
 
 
 class Branches(nn.Module):
@@ -332,7 +336,7 @@ class Many(nn.Module):
 def test_all_reasons_are_listed_each_with_its_module_and_what_to_do() -> None:
     model = Many()
     with pytest.raises(CaptureError) as caught:
-        anybit.prepare(model, torch.rand(4, 4))
+        anybit.prepare(model, torch.rand(4, 4), preset="paper")
     problems = {p.partition(":")[0]: p for p in caught.value.problems}
     assert set(problems) == {"inner.1", "count", "leaves"}
     assert "torch.where" in problems["inner.1"]
@@ -357,17 +361,17 @@ class OwnFault(nn.Module):
 
 def test_a_parent_is_blamed_only_for_its_own_faults() -> None:
     with pytest.raises(CaptureError) as caught:
-        anybit.prepare(nn.Sequential(nn.Linear(4, 4), OwnFault()), torch.rand(4, 4))
+        anybit.prepare(nn.Sequential(nn.Linear(4, 4), OwnFault()), torch.rand(4, 4), preset="paper")
     assert [p.partition(":")[0] for p in caught.value.problems] == ["1.child", "1"]
 
 
 def test_an_example_that_the_model_cannot_take_is_said_so() -> None:
     with pytest.raises(CaptureError, match="itself fails on the example input"):
-        anybit.prepare(small(), torch.rand(2, 3, 8, 8))
+        anybit.prepare(small(), torch.rand(2, 3, 8, 8), preset="paper")
 
 
 def test_the_cache_keeps_what_fits_and_always_what_is_in_use() -> None:
-    net = anybit.prepare(small(), X, input_range=(0, 1))
+    net = anybit.prepare(small(), X, input_range=(0, 1), preset="paper")
     size = sum(weight.numel() * 4 for weight in net.weights.values())
     first = {}
     for bits in (2, 3, 4, 5):
@@ -390,7 +394,7 @@ def test_the_cache_keeps_what_fits_and_always_what_is_in_use() -> None:
 
 
 def test_a_copy_has_a_cache_of_its_own_and_moving_to_another_dtype_is_seen() -> None:
-    net = anybit.prepare(small(), X, input_range=(0, 1))
+    net = anybit.prepare(small(), X, input_range=(0, 1), preset="paper")
     net.set_bits(weights=4, activations=4)
     with torch.no_grad():
         want = net(X)
@@ -407,7 +411,7 @@ def test_a_copy_has_a_cache_of_its_own_and_moving_to_another_dtype_is_seen() -> 
 
 def test_the_users_input_is_never_written_into() -> None:
     model = nn.Sequential(block(1, 4, activation=nn.ReLU()), nn.Flatten(), nn.Linear(256, 3))
-    net = anybit.prepare(warmed_up(model, images(1, 8, 8)).eval(), X, input_range=(0, 0.5))
+    net = anybit.prepare(warmed_up(model, images(1, 8, 8)).eval(), X, input_range=(0, 0.5), preset="paper")
     net.set_bits(weights=4, activations=4)
     x = X.clone()
     with torch.no_grad():
@@ -417,7 +421,7 @@ def test_the_users_input_is_never_written_into() -> None:
 
 def test_with_and_without_gradients_the_numbers_are_the_same() -> None:
     for options in ({}, {"symmetric": False}, {"per_channel": True}, {"helpers": "all"}):
-        net = anybit.prepare(small(), X, input_range=(0, 1), **options)  # type: ignore[arg-type]
+        net = anybit.prepare(small(), X, input_range=(0, 1), **options, preset="paper")  # type: ignore[arg-type]
         net.set_bits(weights=4, activations=5)
         with torch.no_grad():
             want = net(X)
@@ -430,7 +434,7 @@ def test_convolutions_padded_by_name_are_folded_and_quantized() -> None:
     layers += [nn.Conv2d(8, 8, 3, padding="same", groups=8), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
     model = warmed_up(nn.Sequential(*layers, nn.Linear(8 * 64, 3)), images(3, 8, 8)).eval()
     x = torch.randn(2, 3, 8, 8)
-    net = anybit.prepare(model, x, helpers="all")
+    net = anybit.prepare(model, x, helpers="all", preset="paper")
     torch.testing.assert_close(net(x), model(x), rtol=1e-5, atol=1e-5)
     assert set(net.weights) == {"0.weight", "3.weight", "7.weight"}
     assert not any("batch_norm" in str(node.target) for node in net.body.graph.nodes)
@@ -452,7 +456,7 @@ def test_convolutions_padded_by_name_are_folded_and_quantized() -> None:
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
-    net = anybit.prepare(small(), X)
+    net = anybit.prepare(small(), X, preset="paper")
     net.set_bits(weights=4, activations=4)
     want = net(X)
     with pytest.raises(SpecError, match=message):
@@ -475,7 +479,7 @@ class Optional(nn.Module):
 def test_flags_and_nested_inputs_are_taken() -> None:
     model = Optional()
     pair = (torch.randn(3, 4), torch.randn(3, 4))
-    net = anybit.prepare(model, {"pair": pair, "mask": None, "flag": True}, input_range=(-3, 3))
+    net = anybit.prepare(model, {"pair": pair, "mask": None, "flag": True}, input_range=(-3, 3), preset="paper")
     new = (torch.randn(5, 4), torch.randn(5, 4))
     torch.testing.assert_close(net(flag=True, mask=None, pair=new), model(new, flag=True))
     with pytest.raises(SpecError, match=r"pair\[1\] must have the shape \(N, 4\)"):

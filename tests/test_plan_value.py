@@ -35,7 +35,7 @@ SMALL = [c for c in CASES if c.name not in ("vgg-like", "resnet18", "mobilenetv2
 def prepared(case: Case, seed: int = 0, **options: Any) -> QuantizedNetwork:
     torch.manual_seed(seed)
     data = None if case.data_free else [(case.inputs(8), None)]
-    return anybit.prepare(case.build().eval(), case.inputs(2), calibration=data, **options)
+    return anybit.prepare(case.build().eval(), case.inputs(2), calibration=data, **options, preset="paper")
 
 
 @pytest.fixture(scope="module", params=SMALL, ids=lambda c: c.name)
@@ -161,7 +161,7 @@ def small(**options: Any) -> QuantizedNetwork:
 def _small(**options: Any) -> QuantizedNetwork:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5))
-    return anybit.prepare(model.eval(), torch.randn(2, 8), input_range=(-3, 3), **options)
+    return anybit.prepare(model.eval(), torch.randn(2, 8), input_range=(-3, 3), **options, preset="paper")
 
 
 def by_data(change: Callable[[Tensor], object]) -> Callable[[nn.Parameter], object]:

@@ -36,7 +36,7 @@ def test_full_precision_is_the_original_at_any_batch_size(case: Case) -> None:
     flags = [module.training for module in model.modules()]
     before = copy.deepcopy(model.state_dict())
     data = None if case.data_free else [(case.inputs(8), None) for _ in range(2)]
-    net = anybit.prepare(model, case.inputs(1), calibration=data)
+    net = anybit.prepare(model, case.inputs(1), calibration=data, preset="paper")
     assert [module.training for module in model.modules()] == flags
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     model.eval()
@@ -70,7 +70,7 @@ def test_the_simulation_is_what_one_would_write_by_hand() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
 
-    net = anybit.prepare(Net().eval(), torch.rand(2, 1, 6, 6), input_range=(0.0, 1.0))
+    net = anybit.prepare(Net().eval(), torch.rand(2, 1, 6, 6), input_range=(0.0, 1.0), preset="paper")
     net.set_bits(weights=4, activations=3)
     x = torch.rand(5, 1, 6, 6)
     factor = norm.weight / torch.sqrt(norm.running_var + norm.eps)
@@ -90,7 +90,7 @@ def test_the_simulation_is_what_one_would_write_by_hand() -> None:
 
 
 def test_the_plan_lists_every_point_once_and_prints() -> None:
-    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1))
+    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1), preset="paper")
     kinds = [point.kind for point in net.plan.points]
     assert kinds.count("weight") == 8  # six convolutions and two linear layers
     assert kinds.count("input") == 1
@@ -111,7 +111,7 @@ def test_the_plan_lists_every_point_once_and_prints() -> None:
 
 
 def test_without_a_range_the_input_stays_in_floating_point_and_the_plan_says_so() -> None:
-    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8))
+    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), preset="paper")
     assert net.plan.unranged == ("x",)
     (line,) = [line.split() for line in str(net.plan).splitlines() if line.startswith("x ")]
     assert "unknown" in line
@@ -120,8 +120,10 @@ def test_without_a_range_the_input_stays_in_floating_point_and_the_plan_says_so(
 
 widths = st.tuples(*[st.one_of(st.integers(2, 16), st.just(32))] * 2)
 _NETS = [
-    anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1), per_channel=True),
-    anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1), helpers="all", symmetric=False),
+    anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1), per_channel=True, preset="paper"),
+    anybit.prepare(
+        small(), torch.randn(2, 1, 8, 8), input_range=(0, 1), helpers="all", symmetric=False, preset="paper"
+    ),
 ]
 _X = torch.rand(4, 1, 8, 8)
 _WANT = [net(_X).detach() for net in _NETS]
@@ -141,7 +143,7 @@ def test_any_sequence_of_widths_then_32_is_bit_for_bit_the_start(index: int, seq
 
 
 def test_at_restores_the_widths_also_when_the_body_raises() -> None:
-    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8))
+    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), preset="paper")
     net.set_bits(weights=6, activations=5)
     with net.at(weights=2, activations=2):
         assert net.bits == anybit.Bits(2, 2)
@@ -154,7 +156,7 @@ def test_at_restores_the_widths_also_when_the_body_raises() -> None:
 
 @pytest.mark.parametrize(("weights", "activations"), [(1, 8), (8, 17), (0, 0), (4.5, 8), (32, 1)])
 def test_bad_widths_change_nothing(weights: int, activations: int) -> None:
-    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8))
+    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), preset="paper")
     net.set_bits(weights=4, activations=4)
     want = net(_X)
     with pytest.raises(SpecError, match="must be"):
@@ -165,7 +167,7 @@ def test_bad_widths_change_nothing(weights: int, activations: int) -> None:
 
 def test_the_network_has_weights_of_its_own() -> None:
     model = small()
-    net = anybit.prepare(model, torch.randn(2, 1, 8, 8))
+    net = anybit.prepare(model, torch.randn(2, 1, 8, 8), preset="paper")
     want = net(_X)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -174,7 +176,7 @@ def test_the_network_has_weights_of_its_own() -> None:
 
 
 def test_training_through_the_grid_moves_the_master_weights() -> None:
-    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1))
+    net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), input_range=(0, 1), preset="paper")
     net.set_bits(weights=3, activations=4)
     before = net(_X).detach()
     loss = nn.functional.cross_entropy(net(_X), torch.arange(4))
@@ -190,7 +192,7 @@ def test_training_through_the_grid_moves_the_master_weights() -> None:
 def error_of(model: nn.Module, **options: bool) -> float:
     x = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     want = model(x).detach()
-    net = anybit.prepare(model, x[:2], input_range=(0, 1), **options)
+    net = anybit.prepare(model, x[:2], input_range=(0, 1), **options, preset="paper")
     net.set_bits(weights=4, activations=8)
     with torch.no_grad():
         return float((net(x) - want).pow(2).mean())
@@ -227,10 +229,10 @@ class Bare(nn.Module):
 def test_without_batch_norm_the_points_are_named_and_calibration_helps() -> None:
     model = Bare()
     with pytest.raises(RangeError, match="calibration=loader") as caught:
-        anybit.prepare(model, torch.randn(2, 4))
+        anybit.prepare(model, torch.randn(2, 4), preset="paper")
     assert caught.value.problems == ("relu",)
     data = torch.randn(100, 4)
-    net = anybit.prepare(model, data[:2], calibration=[(data[:50], None), data[50:]])
+    net = anybit.prepare(model, data[:2], calibration=[(data[:50], None), data[50:]], preset="paper")
     hidden = torch.relu(model.a(data)).detach()
     ranges = {point.name: point.range_at(32) for point in net.plan.activations}
     assert ranges["x"] is not None
@@ -239,9 +241,9 @@ def test_without_batch_norm_the_points_are_named_and_calibration_helps() -> None
     assert ranges["relu"].high == pytest.approx(float(hidden.max()))
     assert net.plan.unranged == ()
     with pytest.raises(DataError, match="saw no data"):
-        anybit.prepare(model, data[:2], calibration=[])
+        anybit.prepare(model, data[:2], calibration=[], preset="paper")
     with pytest.raises(SpecError, match="one of min-max"):
-        anybit.prepare(model, data[:2], calibration=[data], method="guess")
+        anybit.prepare(model, data[:2], calibration=[data], method="guess", preset="paper")
 
 
 class Fixed(nn.Module):
@@ -266,14 +268,14 @@ class Holder(nn.Module):
 
 def test_networks_that_cannot_be_captured_say_where_and_why() -> None:
     with pytest.raises(CaptureError, match="fixed at 4"):
-        anybit.prepare(Holder(Fixed()), torch.randn(4, 4))
+        anybit.prepare(Holder(Fixed()), torch.randn(4, 4), preset="paper")
     with pytest.raises(CaptureError, match="inner") as caught:
-        anybit.prepare(Holder(ByValue()), torch.randn(4, 4))
+        anybit.prepare(Holder(ByValue()), torch.randn(4, 4), preset="paper")
     assert len(caught.value.problems) == 1
     with pytest.raises(CaptureError, match=r"torch\.nn\.Module is expected"):
-        anybit.prepare(torch.relu, torch.randn(4, 4))  # type: ignore[arg-type]
+        anybit.prepare(torch.relu, torch.randn(4, 4), preset="paper")  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="at least one tensor"):
-        anybit.prepare(Bare(), ())
+        anybit.prepare(Bare(), (), preset="paper")
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
@@ -281,4 +283,4 @@ def test_weights_that_are_not_finite_are_refused() -> None:
     with torch.no_grad():
         model.a.weight[0, 0] = float("nan")
     with pytest.raises(AnybitError, match=r"a\.weight has infinite or NaN"):
-        anybit.prepare(model, torch.randn(2, 4), calibration=[torch.randn(4, 4)])
+        anybit.prepare(model, torch.randn(2, 4), calibration=[torch.randn(4, 4)], preset="paper")

@@ -108,7 +108,7 @@ class Two(nn.Module):
 def test_each_width_runs_on_its_own_range() -> None:
     torch.manual_seed(0)
     data = torch.randn(500, 4)
-    net = anybit.prepare(Two(), data[:2], calibration=[data[:250], (data[250:], None)], method="mse")
+    net = anybit.prepare(Two(), data[:2], calibration=[data[:250], (data[250:], None)], method="mse", preset="paper")
     (point,) = [a for a in net.plan.activations if a.kind == "activation"]
     seen = []
     for bits in (2, 4, 8, 16):
@@ -126,23 +126,23 @@ def test_each_width_runs_on_its_own_range() -> None:
 def test_a_loader_that_fails_leaves_no_trace_and_says_why() -> None:
     model = Two()
     with pytest.raises(SpecError, match="one of min-max, percentile, mse"):
-        anybit.prepare(model, torch.randn(2, 4), calibration=[torch.randn(2, 4)], method="guess")
+        anybit.prepare(model, torch.randn(2, 4), calibration=[torch.randn(2, 4)], method="guess", preset="paper")
 
     def broken() -> object:
         yield torch.randn(8, 4)
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        anybit.prepare(model, torch.randn(2, 4), calibration=broken())
+        anybit.prepare(model, torch.randn(2, 4), calibration=broken(), preset="paper")
     with pytest.raises(DataError, match="saw no data"):
-        anybit.prepare(model, torch.randn(2, 4), calibration=[])
+        anybit.prepare(model, torch.randn(2, 4), calibration=[], preset="paper")
 
 
 def test_calibration_data_wins_over_batch_norm_but_not_over_the_user() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).eval()
     data = torch.randn(64, 4)
-    net = anybit.prepare(model, data[:2], calibration=[data], input_range=(-9.0, 9.0))
+    net = anybit.prepare(model, data[:2], calibration=[data], input_range=(-9.0, 9.0), preset="paper")
     ranges = {a.kind: a.range_at(FLOAT) for a in net.plan.activations}
     assert ranges["input"] is not None
     assert ranges["input"].high == 9.0

@@ -39,7 +39,7 @@ def test_a_recurrent_network_runs_at_any_length_and_width(
 ) -> None:
     torch.manual_seed(0)
     model, x = Tagger(cell, **options).eval(), torch.randn(4, 12, 6)
-    net = anybit.prepare(model, x, calibration=[x])
+    net = anybit.prepare(model, x, calibration=[x], preset="paper")
     anybit.save(net, tmp_path / "m.onnx")
     session = anybit.load(tmp_path / "m.onnx")
     assert session.plan == net.plan
@@ -63,7 +63,7 @@ def test_a_recurrent_network_runs_at_any_length_and_width(
 def test_a_cell_trains_through_its_rounded_weights() -> None:
     torch.manual_seed(0)
     model, x = Tagger(nn.LSTM).eval(), torch.randn(4, 9, 6)
-    net = anybit.prepare(model, x, calibration=[x]).train()
+    net = anybit.prepare(model, x, calibration=[x], preset="paper").train()
     net.set_bits(weights=4, activations=4)
     net(x).square().mean().backward()
     grads = {name: weight.grad for name, weight in net.weights.items()}

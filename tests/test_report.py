@@ -408,7 +408,7 @@ def test_a_network_and_a_loader_from_python(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, bias=False), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
     model = torch.nn.Sequential(*model, torch.nn.Flatten(), torch.nn.Linear(16, 3)).eval()
     loader = [(torch.rand(20, 1, 4, 4), torch.randint(3, (20,)))]
-    net = anybit.prepare(model, loader[0][0][:2], input_range=(0.0, 1.0))
+    net = anybit.prepare(model, loader[0][0][:2], input_range=(0.0, 1.0), preset="paper")
     text = anybit.report(net=net, loader=loader, out=tmp_path / "all.html", label="mine").read_text()
     rows = anybit.sweep(net, loader, widths=GRID, label="mine")
     assert "mine, %" in text

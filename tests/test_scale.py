@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[1]
 def network(helpers: tuple[str, ...] = ()) -> QuantizedNetwork:
     torch.manual_seed(0)
     layers = [m for _ in range(4) for m in (nn.Linear(32, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU())]
-    return anybit.prepare(nn.Sequential(*layers).eval(), torch.zeros(2, 32), input_range=(0, 1), helpers=helpers)
+    return anybit.prepare(
+        nn.Sequential(*layers).eval(), torch.zeros(2, 32), input_range=(0, 1), helpers=helpers, preset="paper"
+    )
 
 
 def values(net: QuantizedNetwork) -> list[torch.Tensor | None]:

@@ -36,7 +36,7 @@ def saved(name: str, **options: Any) -> tuple[Case, QuantizedNetwork, Path]:
     case = next(c for c in CASES if c.name == name)
     torch.manual_seed(0)
     data = [(case.inputs(32), None) for _ in range(2)]
-    net = anybit.prepare(case.build(), case.inputs(2), calibration=data, **options)
+    net = anybit.prepare(case.build(), case.inputs(2), calibration=data, **options, preset="paper")
     path = FOLDER / f"{name}-{len(list(FOLDER.iterdir()))}.onnx"
     save(net, path, about={"name": name})
     return case, net, path
@@ -133,7 +133,7 @@ class Tied(nn.Module):
 
 def test_equal_and_shared_weights_keep_points_of_their_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net = anybit.prepare(Tied(), torch.randn(2, 6), calibration=[torch.randn(64, 6)])
+    net = anybit.prepare(Tied(), torch.randn(2, 6), calibration=[torch.randn(64, 6)], preset="paper")
     save(net, tmp_path / "tied.onnx")
     session = load(tmp_path / "tied.onnx")
     tensors = [w.place for w in session.plan.weights]
@@ -166,7 +166,7 @@ class Transposed(nn.Module):
 def test_grouped_and_transposed_convolutions(per_channel: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(40, 4, 8, 8)
-    net = anybit.prepare(Transposed(), x[:2], calibration=[x], per_channel=per_channel)
+    net = anybit.prepare(Transposed(), x[:2], calibration=[x], per_channel=per_channel, preset="paper")
     copied = copy.deepcopy(net)
     save(net, tmp_path / "m.onnx")
     session = load(tmp_path / "m.onnx", threads=1)
@@ -193,7 +193,7 @@ class Odd(nn.Module):
 
 
 def test_what_onnx_cannot_express_is_named(tmp_path: Path) -> None:
-    net = anybit.prepare(Odd(), torch.randn(2, 4), calibration=[torch.randn(4, 4)])
+    net = anybit.prepare(Odd(), torch.randn(2, 4), calibration=[torch.randn(4, 4)], preset="paper")
     with pytest.raises(NetworkError, match="cannot be written as ONNX") as caught:
         save(net, tmp_path / "odd.onnx")
     assert "bessel_j0" in str(caught.value)
@@ -205,7 +205,7 @@ def test_other_number_types_are_saved_in_float32(kind: torch.dtype, tmp_path: Pa
     torch.manual_seed(0)
     x = torch.randn(64, 4).to(kind)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to(kind)
-    net = anybit.prepare(model, x[:2], calibration=[x])
+    net = anybit.prepare(model, x[:2], calibration=[x], preset="paper")
     save(net, tmp_path / "m.onnx")
     session = load(tmp_path / "m.onnx")
     assert session.plan == net.plan
@@ -228,7 +228,9 @@ def test_biases_are_whole_numbers_where_both_factors_are() -> None:
     torch.manual_seed(0)
     x = torch.rand(64, 5)
     for per_channel in (False, True):
-        net = anybit.prepare(nn.Sequential(nn.Linear(5, 3)), x[:2], calibration=[x], per_channel=per_channel)
+        net = anybit.prepare(
+            nn.Sequential(nn.Linear(5, 3)), x[:2], calibration=[x], per_channel=per_channel, preset="paper"
+        )
         module = only_bias(net)
         exact = module.master.detach()
         for weights, activations in ((32, 8), (8, 32), (9, 8), (8, 9)):
@@ -244,7 +246,7 @@ def test_biases_are_whole_numbers_where_both_factors_are() -> None:
 def test_whole_biases_let_gradients_through() -> None:
     torch.manual_seed(0)
     x = torch.rand(64, 5)
-    net = anybit.prepare(nn.Sequential(nn.Linear(5, 3)), x[:2], calibration=[x])
+    net = anybit.prepare(nn.Sequential(nn.Linear(5, 3)), x[:2], calibration=[x], preset="paper")
     net.set_bits(weights=3, activations=8)
     net(x).sum().backward()
     module = only_bias(net)

@@ -23,6 +23,7 @@ from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
 from anybit.artifact.runtime import compile_model
 from anybit.common.provenance import origin
+from anybit.common.text import printable
 from anybit.errors import DataError, FileError, SpecError
 from anybit.graph.from_onnx import read_onnx
 from anybit.graph.view import Graph
@@ -38,14 +39,15 @@ def adopt(
     path: str | Path,
     out: str | Path,
     *,
+    preset: str = "default",
     calibration: Iterable[Feed] | None = None,
-    method: str = "min-max",
+    method: str | None = None,
     input_range: Interval | Mapping[str, Interval] | None = None,
-    symmetric: bool = False,
-    per_channel: bool = True,
-    sigmas: float = 6.0,
-    ends: str = "same",
-    helpers: str | Iterable[str] = (),
+    symmetric: bool | None = None,
+    per_channel: bool | None = None,
+    sigmas: float | None = None,
+    sensitive: str | None = None,
+    helpers: str | Iterable[str] | None = None,
     store: str = "fp32",
     about: dict[str, Any] | None = None,
 ) -> Plan:
@@ -56,13 +58,14 @@ def adopt(
         out: Where to write the master.
         calibration: Inputs by name, whose values set the ranges. Without them ranges come from normalization layers
             and, where those tell nothing, from inputs that are made up; the plan says which.
-        method: How calibration sets a range; this and the next settings are those of `anybit.prepare`.
+        preset: This and the settings up to `helpers` are those of `anybit.prepare`.
+        method: How calibration sets a range.
         input_range: The interval of the network's input, which is then quantized too.
         symmetric: Grids with zero in the middle, instead of fitted to both ends. A hard-swish goes from -0.4 to 20: on
             a symmetric grid half of the codes would be wasted.
         per_channel: One scale per output channel of a weight, without which some networks go dead at 8 bits.
         sigmas: How many standard deviations around the mean a range from batch norm covers.
-        ends: How the first and last layers are treated: "same", "8-bit" or "float".
+        sensitive: How layers that few bits hurt most are treated: "8-bit", "same" or "float".
         helpers: What to do for accuracy without data: "equalize", "bias", "sums", "clip", or "all".
         store: How weights are stored: "fp32", "fp16" or "int8".
         about: What a reader should know, ready for JSON.
@@ -72,9 +75,12 @@ def adopt(
     """
     if store not in STORES:
         raise SpecError(f"store must be one of {', '.join(STORES)}; got {store!r}")
-    settings = Settings.of(ends=ends, helpers=helpers, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas)
+    settings = Settings.of(
+        preset, method=method, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas, sensitive=sensitive,
+        helpers=helpers,
+    )  # fmt: skip
     model = read_model_file(Path(path))
-    plan = plan_for(model, settings, calibration, method, input_range, where=str(path))
+    plan = plan_for(model, settings, calibration, input_range, where=str(path))
     share = quantized_share(model, plan)
     known = {"adopted_from": Path(path).name, "origin": origin(), "quantized_share": share, **(about or {})}
     write_master(out, model, Header(plan, store, known))
@@ -93,7 +99,6 @@ def plan_for(
     model: OnnxModel,
     settings: Settings,
     calibration: Iterable[Feed] | None,
-    method: str,
     input_range: Interval | Mapping[str, Interval] | None,
     *,
     where: str,
@@ -106,10 +111,10 @@ def plan_for(
     if not plan.weights:
         raise FileError(f"{where}: has no weight that could be quantized; {_why_none(plan)}")
     if calibration is not None:
-        plan = _calibrated(model, Calibration(plan, method), calibration, where=where)
-    elif unknown := [a.name for a in plan.activations if not a.ranges and a.kind != "input"]:
-        watch = Calibration(plan, method, only=unknown, source="made-up inputs")
-        with contextlib.suppress(DataError):  # nothing that was made up runs: those values stay in floating point
+        plan = _calibrated(model, Calibration(plan, settings.method), calibration, where=where)
+    else:
+        watch = Calibration(plan, settings.method, made_up=True)
+        with contextlib.suppress(DataError):  # nothing that was made up runs: what is unknown stays in floating point
             plan = _calibrated(model, watch, None, ids=_rows(graph), interval=_intervals(plan), where=where)
     return joined(plan, built.joined)
 
@@ -206,7 +211,7 @@ def _calibrated(
         try:
             found = engine.run(list(places), {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted})
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
-            reason = " ".join(str(error).split())[:200]
+            reason = printable(error, 200)
             raise DataError(f"{where}: a calibration input cannot be run ({reason})") from error
         watch.update(dict(zip(places.values(), found, strict=True)))
         seen = True

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anybit.common.text import printable
 from anybit.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -57,7 +58,7 @@ def made_up_inputs(
         try:
             engine.run(None, feeds[0])
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
-            reason = " ".join(str(error).split())[:160]
+            reason = printable(error, 160)
             continue
         return feeds
     raise DataError(f"{where}: no made-up input runs ({reason}); pass calibration inputs")

@@ -15,6 +15,7 @@ from anybit.artifact import protobuf_scan
 from anybit.artifact.check import OLDEST, OPSET, bytes_of, check_model, tensors_of
 from anybit.artifact.model import OnnxModel, all_graphs, location, names_in, shaped
 from anybit.artifact.normalize import as_bytes, normalize
+from anybit.common.text import printable
 from anybit.errors import FileError
 
 Array = npt.NDArray[Any]
@@ -44,7 +45,7 @@ def read_model_file(path: Path) -> OnnxModel:
     except FileError:
         raise
     except Exception as error:  # the C++ side raises what it likes
-        reason = " ".join(str(error).split())[:200]
+        reason = printable(error, 200)
         raise FileError(
             f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators ({reason})"
         ) from error

@@ -58,7 +58,7 @@ def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: 
         data = model.proto.SerializeToString()
         engine = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime has no common base for its exceptions
-        reason = printable(" ".join(str(error).split()), 200)
+        reason = printable(error, 200)
         raise FileError(f"{where}: ONNX Runtime does not take this graph ({reason})") from error
     engine.large_tensors = values  # it computes on the arrays themselves, so they must live as long as it does
     return engine

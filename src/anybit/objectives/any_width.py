@@ -116,7 +116,7 @@ class AnyWidth(FurtherPass):
         self.model, self.outputs, self.clip, self.limit = model, outputs, clip, limit
         self.auto = Auto(start=START, most=MOST, loss=loss) if strength == "auto" else None
         self._strength = START if strength == "auto" else float(strength)
-        settings = [Settings.of(grid, helpers=() if grid == "paper" else ("equalize",)) for grid in grids]
+        settings = [Settings.of(grid, helpers=()) for grid in grids]
         self.live = Live(innermost(model), example_input, settings=settings, input_range=input_range, every=every)
         self.seed, self.points = seed, points
         self._steps = 0

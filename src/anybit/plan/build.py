@@ -10,18 +10,24 @@ import numpy as np
 
 from anybit.errors import RangeError, SpecError
 from anybit.graph.view import Graph, Node, origins
+from anybit.plan.checked import input_of, relative_error, spread_of, worth_equalizing
+from anybit.plan.clip import mse_from_histogram
 from anybit.plan.equalize import equalize
 from anybit.plan.fold import bias_name, fold
-from anybit.plan.moments import Moments, propagate
+from anybit.plan.moments import ESTIMATED, Moments, propagate
+from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS
 from anybit.plan.points import FLOORS, Activation, Bias, Left, Plan, Weight
-from anybit.plan.sites import Sites, ends_of, find_sites
-from anybit.spec import FLOAT, NARROWEST, Range
+from anybit.plan.sites import Sites, find_sites, sensitive
+from anybit.spec import FLOAT, NARROWEST, QuantSpec, Range
 
 HELPERS = ("equalize", "bias", "sums", "clip")
 """What can be done for accuracy without data: see `anybit.prepare`."""
 
-ENDS: dict[str, int] = {"same": NARROWEST, "8-bit": 8, "float": FLOAT}
-"""How the first and the last layer can be treated, and the width that they then never go below."""
+SENSITIVE: dict[str, int] = {"same": NARROWEST, "8-bit": 8, "float": FLOAT}
+"""How sensitive layers can be treated, and the width that they then never go below."""
+
+WIDE = 6.0
+"""Standard deviations that a range covers where nothing is gained by clipping."""
 
 Interval = tuple[float, float]
 Ranges = tuple[tuple[int, Range], ...]
@@ -31,22 +37,42 @@ Ranges = tuple[tuple[int, Range], ...]
 class Settings:
     """How a network is to be quantized; what each means stands in `anybit.prepare`."""
 
-    symmetric: bool = True
-    per_channel: bool = False
-    sigmas: float = 6.0
-    ends: str = "same"
-    helpers: frozenset[str] = frozenset()
+    method: str = "mse"
+    symmetric: bool = False
+    per_channel: bool = True
+    sigmas: float | None = None
+    sensitive: str = "8-bit"
+    helpers: frozenset[str] = frozenset({"bias", "sums"})
 
     @classmethod
-    def of(cls, *, ends: str, helpers: str | Iterable[str], **others: Any) -> Settings:
-        """Check what the user said."""
-        names = [helpers] if isinstance(helpers, str) else list(helpers)
-        names = list(HELPERS) if names == ["all"] else names
-        if unknown := [name for name in names if name not in HELPERS]:
-            raise SpecError(f"a helper is one of {', '.join(HELPERS)}, or all; got {unknown[0]!r}")
-        if ends not in ENDS:
-            raise SpecError(f"ends is one of {', '.join(ENDS)}; got {ends!r}")
-        return cls(ends=ends, helpers=frozenset(names), **others)
+    def of(cls, preset: str, *, helpers: str | Iterable[str] | None = None, **given: Any) -> Settings:
+        """Return the settings of a preset with what the user said of them, checked.
+
+        >>> Settings.of("paper", per_channel=True, sigmas=None).sigmas
+        6.0
+        """
+        if preset not in PRESETS:
+            raise SpecError(f"a preset is one of {', '.join(PRESETS)}; got {preset!r}")
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if helpers is not None:
+            names = [helpers] if isinstance(helpers, str) else list(helpers)
+            names = list(HELPERS) if names == ["all"] else names
+            if unknown := [name for name in names if name not in HELPERS]:
+                raise SpecError(f"a helper is one of {', '.join(HELPERS)}, or all; got {unknown[0]!r}")
+            chosen["helpers"] = frozenset(names)
+        settings = replace(PRESETS[preset], **chosen)
+        if settings.sensitive not in SENSITIVE:
+            raise SpecError(f"sensitive is one of {', '.join(SENSITIVE)}; got {settings.sensitive!r}")
+        if settings.method not in OBSERVERS:
+            raise SpecError(f"a calibration method is one of {', '.join(OBSERVERS)}; got {settings.method!r}")
+        return settings
+
+
+PRESETS = {
+    "default": Settings(),
+    "paper": Settings("min-max", symmetric=True, per_channel=False, sigmas=6.0, sensitive="same", helpers=frozenset()),
+}
+"""Settings by name: what does best on real networks, and the protocol of the paper."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,20 +91,24 @@ def build(graph: Graph, settings: Settings) -> Built:
     Activations that no normalization reaches have no range yet.
     """
     known = fold(graph)
-    if "equalize" in settings.helpers:
-        equalize(graph, known)
-    moments = propagate(graph, known, n=settings.sigmas)
     sites = find_sites(graph)
-    floors = _floors(graph, sites, ENDS[settings.ends])
+    if "equalize" in settings.helpers:
+        moments = propagate(graph, known, n=settings.sigmas or WIDE)
+        equalize(graph, known, worth_equalizing(graph, moments, lambda layer: _plain(graph, sites, layer, settings)))
+    fitted = sites.activations if settings.sigmas is None else ()
+    moments = propagate(graph, known, n=settings.sigmas or WIDE, histograms=fitted)
+    reasons = _sensitive(graph, sites) if settings.sensitive != "same" else {}
     places: dict[str, str] = {}
     points: list[Weight | Activation] = []
     names: dict[str, str] = {}
     for place, path in _in_order(graph, sites):
-        point = _point(graph, sites, place, settings, floors.get(place, NARROWEST), moments)
+        point = _point(graph, sites, place, settings, reasons.get(place, ""), moments)
         name = place if place in sites.weights else _fresh(path, {*places, *graph.constants} - {place})
         points.append(replace(point, name=name))
         places[name], names[place] = place, name
-    means = moments if "bias" in settings.helpers else {}
+    # A mean that was carried through a layer without normalization is no ground for a correction.
+    sure = {value: x for value, x in moments.items() if not x.source.endswith(ESTIMATED)}
+    means = sure if "bias" in settings.helpers else {}
     _add_biases(graph, sites, means)
     biases, layers = _biases(graph, sites, names, means)
     places |= {name: str(graph.bias(layer)) for name, layer in layers.items()}
@@ -106,39 +136,75 @@ def _fresh(stem: str, taken: set[str]) -> str:
 
 
 def _point(
-    graph: Graph, sites: Sites, place: str, settings: Settings, floor: int, moments: Mapping[str, Moments]
+    graph: Graph, sites: Sites, place: str, settings: Settings, because: str, moments: dict[str, Moments]
 ) -> Weight | Activation:
+    floor = SENSITIVE[settings.sensitive] if because else NARROWEST
     if place in sites.weights:
-        axis = sites.axis(place)
-        return Weight(
-            place,
-            shape=graph.constants[place].shape,
-            axis=axis if settings.per_channel else None,
-            symmetric=settings.symmetric,
-            floor=floor,
-            sums="sums" in settings.helpers and axis in (0, 1),
-            clip="clip" in settings.helpers,
-            channels=axis or 0,
-            groups=sites.weights[place][0].groups,
-        )
+        layer = sites.weights[place][0]
+        plain = replace(_plain(graph, sites, layer, settings, place), floor=floor, because=because)
+        return _helped(graph, plain, layer, settings, moments) if sites.axis(place) in (0, 1) else plain
     kind = "input" if place in graph.inputs else "accumulator" if place in sites.accumulators else "activation"
     found = moments.get(place)
-    ranges: Ranges = () if found is None else ((FLOAT, _covering(found)),)
+    ranges: Ranges = () if found is None else _ranges(found, settings.symmetric)
     shape = graph.shapes.get(place, ())
     # An input itself cannot be rounded in a file, what a node makes of it can.
     value = f"{place}.input" if kind == "input" else ""
-    return Activation(place, kind, value, shape, ranges, settings.symmetric, max(floor, FLOORS[kind]))
+    return Activation(place, kind, value, shape, ranges, settings.symmetric, max(floor, FLOORS[kind]), because)
 
 
-def _covering(moments: Moments) -> Range:
-    """Return the one interval that covers every channel's."""
-    return Range(float(moments.low.min()), float(moments.high.max()), moments.source)
+def _plain(graph: Graph, sites: Sites, layer: Node, settings: Settings, place: str = "") -> Weight:
+    """Return how the weight of a layer is rounded without any helper."""
+    place = place or layer.inputs[1]
+    axis = sites.axis(place)
+    return Weight(
+        place,
+        shape=graph.constants[place].shape,
+        axis=axis if settings.per_channel else None,
+        symmetric=settings.symmetric,
+        channels=axis or 0,
+        groups=layer.groups,
+    )
 
 
-def _floors(graph: Graph, sites: Sites, floor: int) -> dict[str, int]:
-    """Return the width that the points of the first and last layers do not go below."""
-    outer = ends_of(graph) if floor > NARROWEST else set()
-    return {place: floor for place, nodes in (sites.weights | sites.activations).items() if outer.intersection(nodes)}
+def _helped(graph: Graph, plain: Weight, layer: Node, settings: Settings, moments: dict[str, Moments]) -> Weight:
+    """Return a weight with those of the wanted helpers that lower the error of its layer's output."""
+    ways = [plain]
+    if "sums" in settings.helpers:
+        ways += [replace(way, sums=True) for way in ways]
+    if "clip" in settings.helpers:
+        ways += [replace(way, clip=True) for way in ways]
+    if layer.kind != "layer" or len(ways) == 1:
+        return ways[-1]
+    spread = spread_of(input_of(graph, layer, moments))
+    return min(ways, key=lambda how: relative_error(graph.constants[plain.name], how, layer, spread))
+
+
+def _ranges(moments: Moments, symmetric: bool) -> Ranges:
+    """Return the interval that covers every channel's, and the best part of it at each width that is known to need one.
+
+    The fewer the bits, the more it pays to clip: of a bell curve 3 bits keep about 3 standard deviations, 8 bits all 6.
+    """
+    whole = Range(float(moments.low.min()), float(moments.high.max()), moments.source)
+    if moments.histogram is None:
+        return ((FLOAT, whole),)
+    found: Ranges = ((FLOAT, whole),)
+    for bits in CLIPPED_WIDTHS:
+        spec = QuantSpec(bits, symmetric, signed=whole.low < 0)
+        low, high = mse_from_histogram(*moments.histogram, spec)
+        found += ((bits, Range(max(low, whole.low), min(high, whole.high), moments.source)),)
+    return found
+
+
+def _sensitive(graph: Graph, sites: Sites) -> dict[str, str]:
+    """Return the points of layers that few bits hurt most, each with the reason."""
+    found = sensitive(graph)
+    places = sites.weights | sites.activations
+    return {
+        place: found[node]
+        for place, nodes in places.items()
+        for node in nodes[:1]
+        if all(other in found for other in nodes)
+    }
 
 
 def _add_biases(graph: Graph, sites: Sites, moments: Mapping[str, Moments]) -> None:

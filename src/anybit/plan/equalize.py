@@ -60,23 +60,23 @@ class Pair:
     written: Side
     read: Side
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The two weights."""
+        return self.written.weight, self.read.weight
 
-def equalize(graph: Graph, known: dict[str, Norm]) -> list[tuple[str, str]]:
-    """Equalize every pair of layers with only operators between them that commute with a positive factor.
+
+def equalize(graph: Graph, known: dict[str, Norm], pairs: list[Pair]) -> None:
+    """Equalize pairs of layers with only operators between them that commute with a positive factor.
 
     Batch-norm constants in `known` follow the channels they describe. Layers whose parameters are used elsewhere too
     are left alone, and channels that are (nearly) zero keep their scale.
-
-    Returns:
-        The names of the two weights of each pair.
     """
-    pairs = find_pairs(graph)
-    names = dict.fromkeys(side.weight for pair in pairs for side in (pair.written, pair.read))
-    factors = balance({name: _sizes(graph.constants[name]) for name in names}, pairs)
-    for name in names:
-        weight = graph.constants[name]
+    factors = factors_of(graph, pairs)
+    changed = {n: scaled(graph, n, pairs, factors) for n in dict.fromkeys(n for pair in pairs for n in pair.names)}
+    for name, weight in changed.items():
         graph.scaled[name] = _total(name, weight, pairs, factors)
-        graph.set_constant(name, weight.astype(np.float64) * graph.scaled[name])
+        graph.set_constant(name, weight)
     for pair, factor in zip(pairs, factors, strict=True):
         assert pair.layer is not None
         bias = graph.bias(pair.layer)
@@ -86,7 +86,18 @@ def equalize(graph: Graph, known: dict[str, Norm]) -> list[tuple[str, str]]:
         if pair.layer.output in known:
             norm = known[pair.layer.output]
             known[pair.layer.output] = replace(norm, gamma=norm.gamma / factor, beta=norm.beta / factor)
-    return [(pair.written.weight, pair.read.weight) for pair in pairs]
+
+
+def factors_of(graph: Graph, pairs: list[Pair]) -> list[Array]:
+    """Return what the channels of each pair are divided by."""
+    names = dict.fromkeys(name for pair in pairs for name in pair.names)
+    return balance({name: _sizes(graph.constants[name]) for name in names}, pairs)
+
+
+def scaled(graph: Graph, name: str, pairs: list[Pair], factors: list[Array]) -> Array:
+    """Return a weight with all its factors."""
+    weight = graph.constants[name]
+    return np.asarray(weight.astype(np.float64) * _total(name, weight, pairs, factors))
 
 
 def balance(sizes: dict[str, Array], pairs: list[Pair]) -> list[Array]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,9 @@ Array = npt.NDArray[np.float64]
 
 ESTIMATED = " (estimated)"
 """Added to where a range came from when it was carried through a layer without batch norm."""
+
+BINS = 4096
+"""Bins of a histogram over everything that a value can be."""
 
 STEPS = 513
 """Points on each channel's bell curve: enough for moments of a kinked function to three digits."""
@@ -49,6 +52,8 @@ class Moments:
     source: str
     axis: int | None = 1
     curve: Curve | None = None
+    histogram: tuple[Array, Array] | None = None
+    """How often values fall where, over all channels: counts and the borders of their bins."""
 
     @property
     def known(self) -> bool:
@@ -209,8 +214,35 @@ def through_layer(
     return Moments(mean, var, low, high, x.source.removesuffix(ESTIMATED) + ESTIMATED)
 
 
-def propagate(graph: Graph, known: dict[str, Norm], *, n: float = 6.0) -> dict[str, Moments]:
-    """Return the moments of every value that some normalization reaches, and the interval of what is bounded anyway."""
+def histogram_of(x: Moments) -> tuple[Array, Array] | None:
+    """Return how often a value falls where, over all channels: counts, and the borders of their bins.
+
+    >>> counts, edges = histogram_of(gaussian(np.zeros(1), np.ones(1), n=6, source="bn"))
+    >>> round(float(counts[np.abs(edges[:-1]) < 1].sum()), 2), float(edges[0])
+    (0.68, -6.0)
+    """
+    curve = curve_of(x)
+    reach = float(np.abs(curve.values).max()) or 1.0
+    counts = np.zeros(BINS)
+    between = (np.arange(8)[:, None, None] + 0.5) / 8  # a value is anywhere between its neighbours on the curve
+    for top in range(0, curve.values.shape[1], 64):  # channels at a time
+        values, density = curve.values[:, top : top + 64], curve.density[:, top : top + 64]
+        places = (values[:-1] + between * np.diff(values, axis=0) + reach) * (BINS / 2 / reach)
+        mass = np.broadcast_to((density[:-1] + density[1:]) / 16, places.shape)
+        index = np.clip(places.astype(np.intp), 0, BINS - 1)
+        counts += np.bincount(index.ravel(), mass.ravel(), minlength=BINS)
+    if not np.isfinite(counts).all():  # the curve is a needle in its interval
+        return None
+    return counts / curve.values.shape[1], np.linspace(-reach, reach, BINS + 1)
+
+
+def propagate(
+    graph: Graph, known: dict[str, Norm], *, n: float = 6.0, histograms: Container[str] = ()
+) -> dict[str, Moments]:
+    """Return the moments of every value that some normalization reaches, and the interval of what is bounded anyway.
+
+    The values in `histograms` get one where their mean is known.
+    """
     moments: dict[str, Moments] = {}
     left = Counter(name for node in graph.nodes for name in node.inputs)
     for node in graph.nodes:
@@ -225,6 +257,8 @@ def propagate(graph: Graph, known: dict[str, Norm], *, n: float = 6.0) -> dict[s
         if found is None and node.bounds is not None:
             found = within(*node.bounds, f"{node.name} stays inside")
         if found is not None and np.isfinite(found.low).all() and np.isfinite(found.high).all():
+            if node.output in histograms and found.known:
+                found = replace(found, histogram=histogram_of(found))
             moments[node.output] = found
         for name in node.inputs:
             left[name] -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from anybit.errors import DataError, SpecError
 from anybit.plan.clip import mse_from_histogram, percentile_from_histogram
+from anybit.plan.moments import ESTIMATED
 from anybit.plan.points import Activation, Plan
 from anybit.spec import FLOAT, NARROWEST, QuantSpec, Range
 
@@ -135,16 +136,15 @@ OBSERVERS: dict[str, type[Observer]] = {"min-max": MinMax, "percentile": Percent
 class Calibration:
     """Watches the activations of a plan while somebody runs the network."""
 
-    def __init__(self, plan: Plan, method: str, *, only: Container[str] | None = None, source: str = "") -> None:
-        """Watch all activations or `only` some; ranges say that they come from `source`, if that is given."""
+    def __init__(self, plan: Plan, method: str, *, made_up: bool = False) -> None:
+        """Watch all activations; ranges from inputs that are made up say so, and leave room for real ones."""
         if method not in OBSERVERS:
             raise SpecError(f"a calibration method is one of {', '.join(OBSERVERS)}; got {method!r}")
-        self.source = source
+        self.made_up = made_up
         given = "given by the user"
         wanted = [
             a for a in plan.activations if not (a.kind == "input" and a.ranges and a.ranges[0][1].source == given)
         ]
-        wanted = [a for a in wanted if only is None or a.name in only]
         self.plan, self.points = plan, wanted
         self.observers = {a.name: OBSERVERS[method]() for a in wanted}
 
@@ -155,7 +155,44 @@ class Calibration:
 
     def done(self) -> Plan:
         """Return the plan with the ranges that were found."""
-        found = {a.name: tuple(self.observers[a.name].ranges(a).items()) for a in self.points}
-        if self.source:
-            found = {n: tuple((b, replace(r, source=self.source)) for b, r in own) for n, own in found.items()}
+        found = {}
+        for point in self.points:
+            ranges = self.observers[point.name].ranges(point)
+            if self.made_up:
+                ranges = roomier(ranges)
+                if point.kind == "input" or not _far_off(point, ranges[FLOAT]):
+                    continue
+            found[point.name] = tuple(ranges.items())
         return self.plan.with_ranges(found)
+
+
+MADE_UP = "made-up inputs"
+ROOM = 2.0
+"""How much larger real values may be than those of made-up inputs, where bits are there to spare."""
+SPARE = 7
+"""From this width on."""
+FAR_OFF = 4.0
+"""A range without data that is so much larger than any value seen is no use."""
+
+
+def roomier(ranges: dict[int, Range]) -> dict[int, Range]:
+    """Return ranges from made-up inputs, with room for what real ones may do.
+
+    >>> roomier({32: Range(-1.0, 2.0, ""), 4: Range(-1.0, 1.0, ""), 8: Range(-1.0, 1.0, "")})
+    {32: Range(low=-2.0, high=4.0, source='made-up inputs'), 4: Range(low=-1.0, high=1.0, source='made-up inputs')}
+    """
+    whole = ranges[FLOAT]
+    wide = Range(whole.low * ROOM, whole.high * ROOM, MADE_UP)
+    return {FLOAT: wide} | {b: replace(r, source=MADE_UP) for b, r in ranges.items() if b < SPARE}
+
+
+def _far_off(point: Activation, seen: Range) -> bool:
+    """Tell whether made-up inputs say more of a value than what is known without any.
+
+    Intervals that were carried through layers without normalization, or through a division, grow from step to step and
+    soon mean nothing.
+    """
+    if not point.ranges:
+        return True
+    known = point.ranges[0][1]
+    return ESTIMATED in known.source or max(-known.low, known.high) > FAR_OFF * max(-seen.low, seen.high)

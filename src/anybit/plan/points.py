@@ -37,6 +37,8 @@ Size = int | str | None
 class Weight:
     """A weight and how it is put on a grid: `sums` keeps sums of errors small, `clip` clips its range.
 
+    It never goes below the width `floor`, `because` of what it is.
+
     `channels` is the dimension that runs over output channels; `axis` the one with scales of its own. `tensor` is what
     the file calls it, where that is another name.
     """
@@ -47,6 +49,7 @@ class Weight:
     axis: int | None = None
     symmetric: bool = True
     floor: int = NARROWEST
+    because: str = ""
     sums: bool = False
     clip: bool = False
     channels: int = 0
@@ -78,6 +81,7 @@ class Activation:
     ranges: tuple[tuple[int, Range], ...] = ()
     symmetric: bool = True
     floor: int = NARROWEST
+    because: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -257,13 +261,14 @@ def _cells(point: Point, widths: Widths | None) -> tuple[str, ...]:
         interval, source = ("unknown", "") if found is None else (str(found), found.source)
     bits = point.floor if widths is None else widths[point.name]
     unknown = not isinstance(point, Weight) and not point.ranges
+    number = "float" if bits == FLOAT or unknown else str(bits)
     return (
         point.name,
         point.kind,
         "x".join("?" if size is None else str(size) for size in point.shape),
         interval,
         source,
-        "float" if bits == FLOAT or unknown else str(bits),
+        f"{number} ({point.because})" if point.because and bits == point.floor else number,
     )
 
 

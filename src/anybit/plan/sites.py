@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from anybit.graph.view import Graph, Node, origins
+from anybit.graph.view import Graph, Node, by_output, origins
 
 PRODUCTS = ("layer", "product", "recurrent", "inside")
 
@@ -69,11 +69,43 @@ def _operands(graph: Graph, node: Node) -> Iterator[tuple[str, int | None]]:
             yield operand, None if graph.rank(operand) != 2 else position
 
 
-def ends_of(graph: Graph) -> set[Node]:
-    """Return the first and the last products: those with no other product in front of them or behind them."""
+def sensitive(graph: Graph) -> dict[Node, str]:
+    """Return the products that few bits hurt most for what they cost, each with the reason.
+
+    They have few weights or few multiplications, and nothing after them averages their errors out.
+    """
     before = _without_others(graph.nodes, lambda node: [*node.inputs], lambda node: [node.output])
     behind = _without_others(graph.nodes[::-1], lambda node: [node.output], lambda node: [*node.inputs])
-    return before | behind
+    depthwise = [n for n in graph.nodes if n.kind == "layer" and n.groups > 1 and _one_input(graph, n)]
+    found = dict.fromkeys(depthwise, "depthwise layer") | dict.fromkeys(_gates(graph), "squeeze-and-excite layer")
+    return found | dict.fromkeys(behind, "last layer") | dict.fromkeys(before, "first layer")
+
+
+def _one_input(graph: Graph, layer: Node) -> bool:
+    """Tell whether every output of a grouped layer sees one input channel."""
+    weight = graph.constants.get(layer.inputs[1])
+    return weight is not None and by_output(weight, layer.axis, layer.groups).shape[1] == 1
+
+
+def _gates(graph: Graph) -> set[Node]:
+    """Return the layers that make one factor per channel out of an image's means, which the image is multiplied by."""
+    path: dict[str, frozenset[Node]] = {}  # values that come from means, with the layers on the way
+    found: set[Node] = set()
+    for node in graph.nodes:
+        means = [path[name] for name in node.inputs if name in path]
+        if node.kind == "average" and _collapses(graph, node):
+            path[node.output] = frozenset()
+        elif node.kind == "mul" and means and any(n not in path and n not in graph.constants for n in node.inputs):
+            found |= means[0]
+        elif means and node.kind in ("layer", "function", "pass", "add", "mul", "div", "norm"):
+            path[node.output] = frozenset().union(*means, [node] if node.kind == "layer" else [])
+    return found
+
+
+def _collapses(graph: Graph, node: Node) -> bool:
+    """Tell whether an average leaves one number per channel."""
+    before, after = graph.rank(node.inputs[0]), graph.shapes.get(node.output, ())
+    return before > 2 and (len(after) == 2 or (len(after) == before and all(size == 1 for size in after[2:])))
 
 
 def _without_others(nodes: Iterable[Node], reads, writes) -> set[Node]:  # type: ignore[no-untyped-def]

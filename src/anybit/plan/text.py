@@ -191,7 +191,7 @@ def _ranges(value: Any) -> tuple[tuple[int, Range], ...]:
 
 
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    **dict.fromkeys(("name", "tensor", "value", "kind", "weight", "input", "reason"), ("a text", _text)),
+    **dict.fromkeys(("name", "tensor", "value", "kind", "weight", "input", "reason", "because"), ("a text", _text)),
     **dict.fromkeys(("symmetric", "sums", "clip"), ("true or false", _flag)),
     **dict.fromkeys(("axis", "channels"), ("a whole number from 0 on", _whole(0))),
     **dict.fromkeys(("file", "sha256"), ("a text", _text)),

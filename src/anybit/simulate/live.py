@@ -84,7 +84,9 @@ class Live:
                 "live networks know the helpers equalize and clip; drop bias and sums, which need no training"
             )
         self.model, self.every, self._input_range = model, every, input_range
-        self.body = capture(model, example)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        with torch.autocast(device.type, enabled=False):  # which formats it computes in is decided when it runs
+            self.body = capture(model, example)
         self._takes = signature(self.body, *call_arguments(example))
         self._example = call_arguments(example)
         self._view = read_torch(self.body)
@@ -182,7 +184,8 @@ class Live:
         for number, variant in enumerate(self.variants):
             self.set_width(Bits(), number)
             plan = variant.plan.with_ranges(dict.fromkeys(variant.observed, ()))
-            watch = Calibration(plan, variant.settings.method, only=_unranged(plan), source="training data")
+            unknown = set(_unranged(plan))
+            watch = Calibration(Plan(tuple(a for a in plan.activations if a.name in unknown)), variant.settings.method)
             for name in watch.observers:
                 self._parts[name].calibration = watch
             try:
@@ -190,7 +193,7 @@ class Live:
             finally:
                 for name in watch.observers:
                     self._parts[name].calibration = None
-            new = {a.name: a.ranges for a in watch.done().activations if a.name in watch.observers}
+            new = {a.name: a.ranges for a in watch.done().activations}
             old = variant.observed
             variant.observed = {n: _blended(old[n], r) if n in old else r for n, r in new.items()}
             variant.plan = self._with_observed(replace(variant, plan=plan))

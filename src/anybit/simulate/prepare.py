@@ -30,14 +30,15 @@ def prepare(
     model: nn.Module,
     example_input: Example,
     *,
+    preset: str = "default",
     calibration: Iterable[Any] | None = None,
-    method: str = "min-max",
+    method: str | None = None,
     input_range: Interval | Mapping[str, Interval] | None = None,
-    symmetric: bool = True,
-    per_channel: bool = False,
-    sigmas: float = 6.0,
-    ends: Literal["same", "8-bit", "float"] = "same",
-    helpers: str | Iterable[str] = (),
+    symmetric: bool | None = None,
+    per_channel: bool | None = None,
+    sigmas: float | None = None,
+    sensitive: Literal["same", "8-bit", "float"] | None = None,
+    helpers: str | Iterable[str] | None = None,
 ) -> QuantizedNetwork:
     """Return a copy of `model` that runs at any bit width; `model` itself stays as it is.
 
@@ -45,17 +46,20 @@ def prepare(
         model: Any module that `torch.export` can follow, on any device.
         example_input: A tensor, a tuple of positional arguments, or a dict of keyword arguments. Only the shapes
             matter; the first dimension is the batch, and other sizes stay free where the network allows it.
+        preset: What the settings below are unless you give them: "default" is what does best on real networks, "paper"
+            the protocol of the paper (one symmetric grid per tensor, 6 standard deviations, every layer alike).
         calibration: A loader whose batches set the activation ranges. Without it they come from normalization layers.
-        method: How calibration sets a range: "min-max", "percentile" (99.99 % of the values), or "mse" (the
-            smallest squared error, for each width its own range).
+        method: How calibration sets a range: "mse" (the smallest squared error, for each width its own range; the
+            default), "min-max" (the paper), or "percentile" (99.99 % of the values).
         input_range: The interval of the network's input, which is then quantized to 8 bits (or more, with wider
             activations); for several inputs a dict by name. Without it the input stays in floating point unless
             there is calibration data.
-        symmetric: Grids with zero in the middle (the paper) or fitted to both ends.
-        per_channel: One scale per output channel of a weight instead of one per tensor (the paper).
-        sigmas: How many standard deviations around the mean a range from batch norm covers.
-        ends: How the first and last layers are treated: like the rest ("same", the paper), at 8 bits or more
-            ("8-bit"), or never quantized ("float").
+        symmetric: Grids with zero in the middle (the paper) or fitted to both ends (the default).
+        per_channel: One scale per output channel of a weight (the default) or one per tensor (the paper).
+        sigmas: How many standard deviations around the mean a range from batch norm covers: 6 in the paper; by default
+            for each width as many as give the smallest expected error.
+        sensitive: How the first and last layers, depthwise ones and those of squeeze-and-excite are treated: at 8 bits
+            or more ("8-bit", the default), like the rest ("same", the paper), or never quantized ("float").
         helpers: What to do for accuracy without data, one or several of: "equalize" (move scale from channel to
             channel between layers; the function stays the same), "bias" (take back the shift that rounding causes in
             each layer's mean), "sums" (round so that the errors of each kernel and channel add up to nearly zero),
@@ -65,7 +69,10 @@ def prepare(
         CaptureError: The network cannot be captured; the message names the modules and the reasons.
         RangeError: Some points are reached by no normalization and there is no calibration data.
     """
-    settings = Settings.of(ends=ends, helpers=helpers, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas)
+    settings = Settings.of(
+        preset, method=method, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas, sensitive=sensitive,
+        helpers=helpers,
+    )  # fmt: skip
     body = capture(model, example_input)
     graph = read_torch(body)
     built = build(graph, settings)
@@ -77,7 +84,7 @@ def prepare(
     _check_same(model, network, example_input)
     plan = with_inputs(built.plan, input_range)
     if calibration is not None:
-        plan = _calibrated(network, Calibration(plan, method), calibration)
+        plan = _calibrated(network, Calibration(plan, settings.method), calibration)
     check_ranges(plan, advice="pass calibration=loader, a few hundred inputs will do")
     network.plan = joined(plan, built.joined)
     return network

@@ -28,7 +28,7 @@ SMALLEST = 1e-8
 
 def fold(model: nn.Module, data: Dataset, *, per_channel: bool = False) -> QuantizedNetwork:
     """Return the folded network with a width switch, ranges from batch norm."""
-    return prepare(model, data.train.x[:2], input_range=data.input_range, per_channel=per_channel)
+    return prepare(model, data.train.x[:2], input_range=data.input_range, per_channel=per_channel, preset="paper")
 
 
 class DrawnWidth(Perturbation):
