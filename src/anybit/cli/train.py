@@ -80,8 +80,8 @@ def _train(
         raise FileError(f"{state}: left by an unfinished run; go on with --resume, or delete it to start again")
     if plan.penalty is FLAGSHIP:
         errors.print(
-            f"{recipe} has no table [penalty]: training with weight = {FLAGSHIP.weight:g}, activation = "
-            f"{FLAGSHIP.activation:g}, kurtosis = {FLAGSHIP.kurtosis:g}; an empty [penalty] trains without",
+            f"{recipe} has no table [penalty]: training for any width, in about twice the time of plain training; an "
+            "empty [penalty] trains without",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     try:

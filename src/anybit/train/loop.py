@@ -20,6 +20,7 @@ from anybit.errors import NonFiniteError, SpecError
 from anybit.evaluate.accuracy import evaluate
 from anybit.evaluate.sweep import sweep
 from anybit.models import build_model
+from anybit.objectives.any_width import AnyWidth
 from anybit.objectives.base import Closure, Penalty, Sum
 from anybit.objectives.gradient import GradientPenalty
 from anybit.objectives.kurtosis import KurtosisPenalty
@@ -79,10 +80,19 @@ def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Opt
     )
 
 
-def make_penalty(recipe: PenaltyRecipe, model: nn.Module, *, measure: bool = True) -> Penalty:
-    """Return the penalties that a recipe asks for, as one; without strengths it only measures the norms, if wanted."""
+def make_penalty(
+    recipe: PenaltyRecipe, model: nn.Module, *, measure: bool = True, example: Tensor | None = None
+) -> Penalty:
+    """Return the penalties that a recipe asks for, as one; without strengths it only measures the norms, if wanted.
+
+    `example` is an input of the model, for a quantized pass.
+    """
     parts: list[Penalty] = []
-    if measure or recipe.gradient:
+    if recipe.any_width:
+        assert example is not None
+        strength = recipe.any_width_strength
+        parts.append(AnyWidth(model, example, strength="auto" if strength is None else strength))
+    if (measure and not recipe.any_width) or recipe.gradient:
         parts.append(
             GradientPenalty(
                 model,
@@ -132,7 +142,8 @@ def fit(
     folded = fold(model, data, per_channel=recipe.quantize.per_channel) if recipe.quantize.widths else None
     network = (folded or model).to(memory_format=_layout(recipe))  # type: ignore[call-overload]
     network = place.joined(_compiled(network, place) if recipe.speed.compile else network)
-    make = functools.partial(make_penalty, model=network, measure=not recipe.speed.compile)
+    example = data.train.x[:2].to(place.device)
+    make = functools.partial(make_penalty, model=network, measure=not recipe.speed.compile, example=example)
     penalized = DrawnWidth(folded, recipe.quantize.pairs) if folded else make(recipe.penalty)
     plain = make(PenaltyRecipe(norm=recipe.penalty.norm))
     optimizer = make_optimizer(recipe.optimizer, network)
@@ -226,10 +237,11 @@ def _losses(model: nn.Module, x: Tensor, y: Tensor, usual: float, recipe: Recipe
     is the mean over the whole batch.
     """
 
-    def loss(x: Tensor, y: Tensor) -> Tensor:
+    def loss(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=mixed):
-            mean = F.cross_entropy(model(x), y)
-        return mean if len(x) == usual else mean * (len(x) / usual)
+            outputs = model(x)
+            mean = F.cross_entropy(outputs, y)
+        return mean if len(x) == usual else mean * (len(x) / usual), outputs
 
     parts = zip(x.tensor_split(recipe.speed.accumulate), y.tensor_split(recipe.speed.accumulate), strict=True)
     return [functools.partial(loss, *part) for part in parts if len(part[0])]
