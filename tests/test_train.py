@@ -26,10 +26,10 @@ from anybit.models import build_model
 from anybit.spec import Bits
 from anybit.task.checkpoint import load_model, read_checkpoint
 from anybit.task.task import prepared
+from anybit.train.begin import make_optimizer
 from anybit.train.clock import Clock, time_running
-from anybit.train.loop import fit, make_optimizer, steps_of, train, validate
+from anybit.train.loop import fit, steps_of, train, validate
 from anybit.train.recipe import (
-    FLAGSHIP,
     DataRecipe,
     ModelRecipe,
     OptimizerRecipe,
@@ -595,8 +595,8 @@ def test_the_command_trains_with_the_flagship_unless_told_otherwise(
             main(["train", str(path), "--out", str(tmp_path / name)])
         assert exit_code.value.code in (None, 0)
         said = capsys.readouterr().err
-        assert ("has no table [penalty]: training with weight = 0.0003" in said) is default
+        assert ("has no table [penalty]: training for any width" in said) is default
         run = json.loads((tmp_path / name / "run.json").read_text())
-        assert run["recipe"]["penalty"]["kurtosis"] == (FLAGSHIP.kurtosis if default else 0.0)
+        assert run["recipe"]["penalty"]["any_width"] is default
         lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         assert {line["penalized"] for line in lines} == {default}

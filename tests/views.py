@@ -9,7 +9,7 @@ from torch import fx, nn
 from anybit.graph.from_torch import read_torch
 from anybit.graph.view import Graph
 from anybit.simulate.capture import capture
-from anybit.simulate.prepare import _apply_changes
+from anybit.simulate.prepare import apply_changes
 
 
 def viewed(model: nn.Module, example: Any) -> tuple[fx.GraphModule, Graph]:
@@ -19,7 +19,7 @@ def viewed(model: nn.Module, example: Any) -> tuple[fx.GraphModule, Graph]:
 
 def applied(body: fx.GraphModule, graph: Graph) -> fx.GraphModule:
     """Put what passes did to the view into the network."""
-    _apply_changes(body, graph)
+    apply_changes(body, graph)
     body.graph.lint()
     body.recompile()
     return body

@@ -1,7 +1,7 @@
 """Train once, store one set of weights, run it at any bit width.
 
-    penalty = anybit.GradientPenalty(model, weight=2e-3, activation=2e-3)   # train: the user keeps the loop
-    step = penalty.backward(lambda: F.cross_entropy(model(x), y))
+    objective = anybit.AnyWidth(model, example_input)                       # train: the user keeps the loop
+    step = objective.backward(lambda: F.cross_entropy(model(x), y))
 
     net = anybit.prepare(model, example_input)                              # quantize: any width, without data
     net.set_bits(weights=4, activations=4)
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from anybit.artifact.reconstruct import reconstruct
     from anybit.artifact.session import load
     from anybit.evaluate.sweep import sweep
+    from anybit.objectives.any_width import AnyWidth
     from anybit.objectives.gradient import GradientPenalty
     from anybit.objectives.kurtosis import KurtosisPenalty
     from anybit.objectives.noise import UniformNoise
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AnyWidth",
     "AnybitError",
     "Bits",
     "GradientPenalty",
@@ -59,6 +61,7 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
+    "AnyWidth": ("anybit.objectives.any_width", "torch"),
     "GradientPenalty": ("anybit.objectives.gradient", "torch"),
     "KurtosisPenalty": ("anybit.objectives.kurtosis", "torch"),
     "OrthogonalPenalty": ("anybit.objectives.orthogonal", "torch"),

@@ -35,7 +35,7 @@ DOMAINS = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
 """The domains of operators that ONNX Runtime brings along."""
 
 _DEEPEST = 4
-_MOST_NODES = 50_000
+MOST_NODES = 15_000
 _LONG = 4096
 """Bytes from which on only the shape of a tensor is looked at."""
 _LARGEST = 2**16
@@ -68,8 +68,7 @@ def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: 
     for name in ("sparse_initializer", "quantization_annotation"):
         if getattr(graph, name):
             raise FileError(f"{where}: graph.{name} is not empty; a master has none")
-    if len(graph.node) > _MOST_NODES:
-        raise FileError(f"{where}: {len(graph.node)} nodes; at most {_MOST_NODES} are expected")
+    check_length(graph, where=where)
     for i, node in enumerate(graph.node):
         check_node(node, where=f"{where}: node {i} ({node.op_type[:40]})")
     for tensor in graph.initializer:
@@ -80,6 +79,12 @@ def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: 
     if not graph.input or not graph.output:
         raise FileError(f"{where}: a network has inputs and outputs")
     _check_sizes(proto, shapes, where=where)
+
+
+def check_length(graph: onnx.GraphProto, *, where: str) -> None:
+    """Refuse a graph of more nodes than can be looked at in a second; the largest networks have some thousand."""
+    if len(graph.node) > MOST_NODES:
+        raise FileError(f"{where}: {len(graph.node)} nodes; at most {MOST_NODES} are expected")
 
 
 def check_names(graph: onnx.GraphProto, *, where: str) -> None:

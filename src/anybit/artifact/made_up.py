@@ -32,6 +32,8 @@ SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
 LARGEST = 2**20
 """A remembered size from which on it is taken for a mistake."""
 
+SAMPLES = 256
+"""So many numbers in a row, in fewer than four dimensions, are taken for sound."""
 NUMBERS = (1, 16000)
 """What a lone whole number is tried as: a flag, or a sampling rate."""
 
@@ -117,7 +119,7 @@ def _feed(
     for value in inputs:
         kind, shape = TYPES[value.type], shapes[value.name]
         if np.issubdtype(kind, np.floating):
-            array = picture(shape, rng)
+            array = sound(shape, rng) if 0 < len(shape) < 4 and shape[-1] >= SAMPLES else picture(shape, rng)
             low, high = interval.get(value.name, (-1.0, 1.0))
             array = low + (high - low) * array
         elif int(np.prod(shape)) <= 1:
@@ -126,6 +128,21 @@ def _feed(
             array = rng.integers(0, 2 if kind is np.bool_ else max(ids, 2), shape)
         feed[value.name] = np.asarray(array, kind)
     return feed
+
+
+def sound(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Return numbers from 0 to 1 around a half: a few tones that swell and fade over faint noise, some loud, some soft.
+
+    >>> x = sound((1, 512), np.random.default_rng(0))
+    >>> x.shape, bool(abs(x.mean() - 0.5) < 0.1 and (x >= 0).all() and (x <= 1).all())
+    ((1, 512), True)
+    """
+    time = np.arange(shape[-1])
+    tones = [np.sin(2 * np.pi * (rng.uniform(0.002, 0.2) * time + rng.uniform())) for _ in range(6)]
+    swell = np.abs(np.sin(np.pi * (time / rng.uniform(500, 4000) + rng.uniform())))
+    loud = np.exp(rng.uniform(np.log(0.02), np.log(0.6)))
+    wave = loud * (swell * np.mean(tones, axis=0) + 0.1 * rng.normal(size=shape))
+    return np.asarray(np.clip(0.5 + 0.5 * wave, 0, 1))
 
 
 def picture(shape: tuple[int, ...], rng: np.random.Generator) -> Array:

@@ -13,7 +13,7 @@ from anybit.cli import words
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import console, progress_bars
 from anybit.common.progress import Advance
-from anybit.pages.rows import shown
+from anybit.pages.rows import SHARES
 from anybit.spec import Bits, Row
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def save(
     per_channel: words.PerChannel = None,
     asymmetric: words.Asymmetric = None,
     helpers: words.Helpers = None,
-    ends: words.Ends = None,
+    sensitive: words.Sensitive = None,
     size: words.Size = None,
     shape: Annotated[
         str | None, typer.Option("--input", help="Without data: the shape of one input, such as 3x224x224.")
@@ -51,7 +51,7 @@ def save(
     """
     pairs, chosen = (
         [Bits.parse(word) for word in widths.split()],
-        words.settings(preset, per_channel, asymmetric, helpers, ends),
+        words.settings(preset, per_channel, asymmetric, helpers, sensitive),
     )
     with progress_bars() as start:
         ready = start("getting ready", 4)
@@ -87,11 +87,15 @@ def save(
         typer.echo(json.dumps({"master": str(out), "bytes": size_on_disk(out), "n": n, **measured}, indent=1))
         return
     for i, row in enumerate(found.get("measured", [])):
-        line = f"{row.bits!s:6} {row.metric} {shown(row.accuracy, row.metric)} of {n}"
+        line = f"{row.bits!s:6} {_value(row)} of {n}" + f" ({row.metric})" * (row.metric != "accuracy")
         if store == "int8":
-            line += f" from 8-bit codes, {shown(found['measured_from_fp32'][i].accuracy, row.metric)} from floats"
+            line += f" from 8-bit codes, {_value(found['measured_from_fp32'][i])} from floating point"
         console.print(line, highlight=False)
     console.print(f"{out}: {size_on_disk(out) / 1e6:.2f} MB", highlight=False)
+
+
+def _value(row: Row) -> str:
+    return f"{100 * row.accuracy:.2f}%" if row.metric in SHARES else f"{row.accuracy:.4g}"
 
 
 def _about(task: Task, chosen: dict[str, Any], calibrate: str | None) -> dict[str, Any]:

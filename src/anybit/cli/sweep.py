@@ -34,7 +34,7 @@ def sweep(
     per_channel: words.PerChannel = None,
     asymmetric: words.Asymmetric = None,
     helpers: words.Helpers = None,
-    ends: words.Ends = None,
+    sensitive: words.Sensitive = None,
     size: words.Size = None,
     device: words.Device = None,
     plan: Annotated[bool, typer.Option(help="Print every quantization point and its range first.")] = False,
@@ -47,7 +47,7 @@ def sweep(
 
     Example: anybit sweep my_model.py:make --weights best.pt --data my_data.py:loaders --widths "W8A8 W4A4"
     """
-    chosen = words.settings(preset, per_channel, asymmetric, helpers, ends)
+    chosen = words.settings(preset, per_channel, asymmetric, helpers, sensitive)
     pairs = list(GRID) if widths == "all" else [Bits.parse(word) for word in widths.split()]
     with progress_bars() as start:
         ready = start("getting ready", 2)

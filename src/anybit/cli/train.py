@@ -66,8 +66,9 @@ def train(
         folder, results = _train(recipe, changes, device, out, resume, overwrite, save_every, tensorboard, start)
     if leads:
         name, value = str(results.get("metric", "accuracy")), results["validation_accuracy"]
-        said = "there is no validation data" if value is None else f"validation {name} {shown(value, name)}"
-        console.print(f"{said}, in floating point" if value is not None else said, highlight=False)
+        scored = "" if value is None else shown(value, name).replace("\xa0", " ")
+        said = f"validation {name} {scored}, in floating point" if scored else "there is no validation data"
+        console.print(said, highlight=False)
         console.print(f"{folder}/: model.safetensors, run.json, log.jsonl", highlight=False, soft_wrap=True)
 
 
@@ -116,8 +117,8 @@ def _train(
         raise FileError(f"{folder}: holds a finished run; choose another folder with --out, or say --overwrite")
     if plan.penalty is FLAGSHIP:
         errors.print(
-            f"{recipe} has no table [penalty]: training with weight = {FLAGSHIP.weight:g}, activation = "
-            f"{FLAGSHIP.activation:g}, kurtosis = {FLAGSHIP.kurtosis:g}; an empty [penalty] trains without",
+            f"{recipe} has no table [penalty]: training for any width, in about twice the time of plain training; an "
+            "empty [penalty] trains without",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     try:

@@ -43,12 +43,12 @@ Asymmetric = Annotated[bool | None, typer.Option(help="Grids fitted to both ends
 Helpers = Annotated[
     str | None, typer.Option(help="Helpers: equalize, bias, sums, clip, several with commas, all, or none.")
 ]
-Ends = Annotated[str | None, typer.Option(help="First and last layers: same, 8-bit or float.")]
+Sensitive = Annotated[str | None, typer.Option(help="Sensitive layers: same, 8-bit (or more) or float.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def settings(
-    preset: str | None, per_channel: bool | None, asymmetric: bool | None, helpers: str | None, ends: str | None
+    preset: str | None, per_channel: bool | None, asymmetric: bool | None, helpers: str | None, sensitive: str | None
 ) -> dict[str, Any]:
     """Return the settings of `anybit.prepare` that were asked for."""
     chosen = {
@@ -56,7 +56,7 @@ def settings(
         "per_channel": per_channel,
         "symmetric": None if asymmetric is None else not asymmetric,
         "helpers": None if helpers is None else words(helpers if helpers != "none" else ""),
-        "ends": ends,
+        "sensitive": sensitive,
     }
     return {name: value for name, value in chosen.items() if value is not None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from anybit.artifact.feeding import Preprocessing
 from anybit.errors import DataError
@@ -100,14 +102,16 @@ class Given:
         return len(self.loader)
 
     def first(self, count: int) -> Given:
-        """Return the first batches, until there are so many examples."""
-        found, seen = [], 0
-        for batch in self.loader:
-            found.append(batch)
-            seen += max(1, next((len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), 1))
-            if seen >= count:
-                break
-        return Given(found)
+        """Return the first examples, or about as many in batches where the loader does not tell examples apart."""
+        if count >= len(self):
+            return self
+        own = self.loader
+        if isinstance(own, DataLoader) and own.batch_size and not isinstance(own.dataset, IterableDataset):
+            few: Any = Subset(own.dataset, range(count))
+            shuffle, workers = isinstance(own.sampler, RandomSampler), own.num_workers
+            return Given(DataLoader(few, own.batch_size, shuffle, num_workers=workers, collate_fn=own.collate_fn))
+        steps = -(-count * self.steps // len(self))
+        return Given(list(itertools.islice(self.after(0, None), steps)))
 
     def digest(self) -> str:
         """Return a checksum over all batches, as they come after one fixed seed."""

@@ -100,6 +100,8 @@ class Graph:
     """The constants that passes have replaced or added."""
     removed: list[tuple[Node, Node]] = field(default_factory=list)
     """Nodes that are folded away, each with the layer that now makes its output."""
+    scaled: dict[str, Array] = field(default_factory=dict)
+    """What equalizing multiplied constants by, shaped to broadcast."""
     order: list[str] = field(default_factory=list)
 
     def makers(self) -> dict[str, Node]:

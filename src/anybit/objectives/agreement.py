@@ -77,7 +77,7 @@ def _central(request: Request, closure: Closure, gradient: Callable[..., Tensor]
 
 def _plain(closure: Closure) -> None:
     with eagerly():
-        closure().backward()  # type: ignore[no-untyped-call]
+        closure().backward()
 
 
 def _flat(parameter: nn.Parameter) -> Tensor:

@@ -13,14 +13,15 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anybit.errors import NonFiniteError, PenaltyError
-from anybit.objectives.restore import add_gradients
+from anybit.objectives.processes import averaged
+from anybit.objectives.restore import add_gradients, gradients_set_aside, random_state
 
-Closure = Callable[[], Tensor]
-"""Runs the forward pass and returns the loss, a scalar with a graph behind it."""
+Closure = Callable[[], Any]
+"""Runs the forward pass and returns the loss, a scalar with a graph behind it, or `(loss, outputs)`."""
 
 Closures = Closure | Sequence[Closure]
 """One closure for a whole batch, or one for each part of it, whose losses add up to that of the batch."""
@@ -76,6 +77,9 @@ class WeightPenalty(Penalty):
     def look(self, closure: Closure) -> None:  # most need no look
         """Find out from a run of the closure what the weights are used for, if that matters and is not known yet."""
 
+    def saw(self, step: Step) -> None:  # most have a strength that stays
+        """Take note of what a step saw."""
+
     def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Take a plain step and add this penalty's gradient."""
         return Sum([self]).backward(closure, scaler=scaler)
@@ -96,14 +100,32 @@ class Perturbation(Penalty):
         return Sum([self]).backward(closure, scaler=scaler)
 
 
+class FurtherPass(Penalty):
+    """A pass of its own after that of the loss, which learns from what the loss's pass made of the same examples."""
+
+    model: nn.Module
+
+    @abstractmethod
+    def after(self, parts: Sequence[LossOf], step: Step, scaler: Scaler | None) -> dict[str, float]:
+        """Run what comes after the loss's own pass, add to every `.grad`, and return numbers for the log by name."""
+
+    def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
+        """Take a plain step, then this pass."""
+        return Sum([self]).backward(closure, scaler=scaler)
+
+
 class Sum(Penalty):
-    """Several penalties in one step: perturbations around, at most one gradient penalty inside, weights on top."""
+    """Several penalties in one step.
+
+    Perturbations are around, at most one gradient penalty is inside, further passes come after, weights on top.
+    """
 
     name = "sum"
 
     def __init__(self, parts: Sequence[Penalty]) -> None:
         self.parts = list(parts)
-        self.drivers = [p for p in self.parts if not isinstance(p, WeightPenalty | Perturbation)]
+        self.drivers = [p for p in self.parts if not isinstance(p, WeightPenalty | Perturbation | FurtherPass)]
+        self.further = [p for p in self.parts if isinstance(p, FurtherPass)]
         if len(self.drivers) > 1:
             raise PenaltyError(
                 "one step takes one gradient penalty; give that one both strengths instead of adding two"
@@ -111,18 +133,38 @@ class Sum(Penalty):
 
     def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Run `closure`, add the gradient of loss and every penalty to every `.grad`, and say what was seen."""
-        closures: Sequence[Closure] = parts_of(closure)
-        terms, pairs = self._on_top(closures[0])  # before anything is changed, since it may not be finite
-        with contextlib.ExitStack() as stack:
-            for part in self.parts:
-                if isinstance(part, Perturbation):
-                    closures = stack.enter_context(part.around(closures))
-            step = self.drivers[0].backward(closures, scaler=scaler) if self.drivers else plain_step(closures, scaler)
+        parts = parts_of(closure, watched=bool(self.further))
+        terms, pairs = self._on_top(parts[0])  # before anything is changed, since it may not be finite
+        step = self._with_further(parts, scaler) if self.further else self._inside(parts, scaler)
         if pairs and all(weight.grad is None for weight, _ in pairs):
             warn_of_another_model()
         for weight, grad in pairs:
             add_gradients([weight], [grad if scaler is None else scaler.scale(grad)])
-        return replace(step, terms=MappingProxyType({**step.terms, **terms}))
+        step = replace(step, terms=MappingProxyType({**step.terms, **terms}))
+        for part in self.parts:
+            if isinstance(part, WeightPenalty):
+                part.saw(step)
+        return step
+
+    def _inside(self, closures: Sequence[Closure], scaler: Scaler | None) -> Step:
+        """Take the loss's own step, in a changed network if a part wants that."""
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:
+                if isinstance(part, Perturbation):
+                    closures = stack.enter_context(part.around(closures))
+            return self.drivers[0].backward(closures, scaler=scaler) if self.drivers else plain_step(closures, scaler)
+
+    def _with_further(self, parts: Sequence[LossOf], scaler: Scaler | None) -> Step:
+        """Take the loss's own step and the further passes; if one of them fails, no gradient is changed."""
+        model = self.further[0].model
+        parameters = list(model.parameters())
+        with gradients_set_aside(parameters) as before:
+            step = self._inside(parts, scaler)
+            for further in self.further:
+                found = further.after(parts, step, scaler)
+                step = replace(step, terms=MappingProxyType({**step.terms, **found}))
+            add_gradients(parameters, averaged(model, before))
+        return step
 
     def _on_top(self, closure: Closure) -> tuple[dict[str, float], list[tuple[Tensor, Tensor]]]:
         """Return the value of each penalty on the weights, and all their gradients."""
@@ -152,12 +194,44 @@ def _parts(penalty: Penalty) -> list[Penalty]:
     return penalty.parts if isinstance(penalty, Sum) else [penalty]
 
 
-def parts_of(closure: Closures) -> list[Closure]:
-    """Return the closures of the parts of a batch."""
+def parts_of(closure: Closures, *, watched: bool = False) -> list[Any]:
+    """Return the closures of the parts of a batch, each as one that returns the loss alone."""
     parts = list(closure) if isinstance(closure, Sequence) else [closure]
     if not parts or not all(callable(part) for part in parts):
         raise PenaltyError("backward takes a function that returns the loss, or a list of such functions")
-    return parts
+    return [part if isinstance(part, LossOf | Under) else LossOf(part, watched=watched) for part in parts]
+
+
+class LossOf:
+    """A closure that returns the loss alone; if it is `watched`, its outputs and where random numbers began are kept.
+
+    Only the first run with gradients counts: later ones may be on shifted weights.
+    """
+
+    def __init__(self, closure: Closure, *, watched: bool = False) -> None:
+        self.closure, self.watched = closure, watched
+        self.outputs: Any = None
+        self.start: tuple[Tensor, list[Tensor]] | None = None
+
+    def __call__(self) -> Tensor:
+        """Run the closure."""
+        first = self.watched and self.start is None and torch.is_grad_enabled()
+        if first:
+            self.start = random_state()
+        loss, outputs = split(self.closure())
+        if first and outputs is not None:
+            self.outputs = torch.utils._pytree.tree_map_only(Tensor, torch.Tensor.detach, outputs)
+        found: Tensor = loss
+        return found
+
+
+def split(value: Any) -> tuple[Any, Any]:
+    """Return the loss that a closure gave, and the outputs or nothing.
+
+    >>> split(1.5), split((1.5, 2))
+    ((1.5, None), (1.5, 2))
+    """
+    return value if isinstance(value, tuple) and len(value) == 2 else (value, None)
 
 
 class Under:
@@ -168,7 +242,8 @@ class Under:
 
     def __call__(self) -> Tensor:
         """Run the closure; the mode is there already."""
-        return self.closure()
+        loss: Tensor = self.closure()
+        return loss
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ Quantizing moves every weight and activation by at most half a bin, so to first 
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -17,6 +16,7 @@ from anybit.objectives.base import Closure, Closures, Penalty, Scaler, Step, par
 from anybit.objectives.double_backward import double_backward
 from anybit.objectives.quantizable import WeightChoice
 from anybit.objectives.record_replay import Norm
+from anybit.objectives.strength import Shares, Strength, checked
 from anybit.objectives.two_pass import Request, two_pass
 
 Engine = Literal["two-pass", "double-backward"]
@@ -31,8 +31,9 @@ class GradientPenalty(Penalty):
         model: The network whose weights are penalized. Wrapped ones (DDP, compiled) are fine.
         norm: "l1" (the paper), or "l2" (its comparison).
         weight: λ_w, the strength over weights. Zero switches that part off; with both at zero the penalty only
-            measures the norms.
-        activation: λ_y, the strength over the outputs of activation functions.
+            measures the norms. "auto" follows the loss (`anybit.objectives.strength`).
+        activation: λ_y, the strength over the outputs of activation functions. If neither is given both are "auto".
+        loss: The part of the loss that may be lost, for "auto".
         engine: "two-pass" needs two ordinary passes and works with whatever can train. "double-backward"
             differentiates the gradient: exact, slow, and impossible for compiled models and fused attention.
         objective: "penalty", or "worst-case": the gradient at the point where every weight and activation is moved
@@ -66,8 +67,9 @@ class GradientPenalty(Penalty):
         model: nn.Module,
         *,
         norm: Norm = "l1",
-        weight: float = 0.0,
-        activation: float = 0.0,
+        weight: Strength | None = None,
+        activation: Strength | None = None,
+        loss: float = 0.01,
         engine: Engine = "two-pass",
         objective: Objective = "penalty",
         scale: Scale = "none",
@@ -78,18 +80,37 @@ class GradientPenalty(Penalty):
         for name, value, allowed in (*choices, ("scale", scale, Scale)):
             if value not in get_args(allowed):
                 raise SpecError(f"{name} must be one of {', '.join(get_args(allowed))}; got {value!r}")
-        for name, strength in (("weight", weight), ("activation", activation)):
-            if not 0 <= strength < math.inf:
-                raise SpecError(f"{name} is a strength of zero or more, got {strength!r}")
+        other: Strength = "auto" if weight is None and activation is None else 0.0
+        given = {
+            "weight": other if weight is None else weight,
+            "activation": other if activation is None else activation,
+        }
+        given = {name: checked(name, strength) for name, strength in given.items()}
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise SpecError(f"every is a whole number of steps, one or more; got {every!r}")
         if objective == "worst-case" and engine != "two-pass":
             raise SpecError("objective='worst-case' is a matter of two passes; drop engine='double-backward'")
         self.model, self.norm, self.engine = model, norm, engine
-        self.weight, self.activation = float(weight), float(activation)
+        self._given = given
+        self._auto = [name for name, strength in given.items() if strength == "auto"]
+        self._shares = Shares(len(self._auto), loss=loss)
         self.objective, self.scale, self.every = objective, scale, every
-        self._choice = WeightChoice(model, layers, required=bool(weight))
+        self._choice = WeightChoice(model, layers, required=bool(given["weight"]))
         self._steps = 0
+
+    @property
+    def weight(self) -> float:
+        """λ_w right now."""
+        return self._strength("weight")
+
+    @property
+    def activation(self) -> float:
+        """λ_y right now."""
+        return self._strength("activation")
+
+    def _strength(self, name: str) -> float:
+        given = self._given[name]
+        return self._shares.strengths[self._auto.index(name)] if given == "auto" else float(given)
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -99,15 +120,20 @@ class GradientPenalty(Penalty):
     @property
     def divides(self) -> bool:
         """Whether it divides the difference of two gradients by a small number, which takes all digits of float32."""
-        return self.engine == "two-pass" and self.request().divides
+        return self.engine == "two-pass" and (
+            (bool(self._auto) and self.objective == "penalty") or self.request().divides
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: how many steps were taken, and the factor."""
-        return {"steps": self._steps, "factor": self.factor}
+        shares = self._shares.state_dict() if self._auto else {}
+        return {"steps": self._steps, "factor": self.factor, **shares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self._steps, self.factor = int(state["steps"]), float(state["factor"])
+        if self._auto:
+            self._shares.load_state_dict(state)
 
     def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
         """Run `closure`, add the gradient of loss and penalty to every `.grad`, and say what was seen.
@@ -130,6 +156,9 @@ class GradientPenalty(Penalty):
         else:
             step = two_pass(request, closures, scaler)
         self._steps += 1
+        norms = {"weight": step.weight_norm, "activation": step.activation_norm}
+        if self._auto and None not in norms.values():  # steps between those with a penalty do not look
+            self._shares.update(step.loss, [norms[name] or 0.0 for name in self._auto])
         return step
 
     def request(self, factor: float = 1.0) -> Request:
@@ -143,7 +172,7 @@ class GradientPenalty(Penalty):
             times=float(self.every),
             worst_case=self.objective == "worst-case",
             by_range=self.scale == "range",
-            measure=not (self.weight or self.activation),
+            measure=bool(self._auto) or not (self.weight or self.activation),
         )
 
     def check(self, closure: Closure) -> Agreement:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from anybit.objectives.strength import Strength
 from anybit.objectives.weights import SummedWeightPenalty
 
 UNIFORM = 1.8
@@ -31,9 +32,15 @@ class KurtosisPenalty(SummedWeightPenalty):
     name = "kurtosis"
 
     def __init__(
-        self, model: nn.Module, *, strength: float, target: float = UNIFORM, layers: str | list[str] | None = None
+        self,
+        model: nn.Module,
+        *,
+        strength: Strength = "auto",
+        loss: float = 0.01,
+        target: float = UNIFORM,
+        layers: str | list[str] | None = None,
     ) -> None:
-        super().__init__(model, strength=strength, layers=layers)
+        super().__init__(model, strength=strength, loss=loss, layers=layers)
         self.target = target
 
     def value(self, weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import SpecError
+from anybit.objectives.strength import Strength
 from anybit.objectives.weights import SummedWeightPenalty
 
 Form = Literal["fourth-power", "trace"]
@@ -41,11 +42,17 @@ class OrthogonalPenalty(SummedWeightPenalty):
     name = "orthogonal"
 
     def __init__(
-        self, model: nn.Module, *, strength: float, form: Form = "fourth-power", layers: str | list[str] | None = None
+        self,
+        model: nn.Module,
+        *,
+        strength: Strength = "auto",
+        loss: float = 0.01,
+        form: Form = "fourth-power",
+        layers: str | list[str] | None = None,
     ) -> None:
         if form not in get_args(Form):
             raise SpecError(f"form must be one of {', '.join(get_args(Form))}; got {form!r}")
-        super().__init__(model, strength=strength, layers=layers)
+        super().__init__(model, strength=strength, loss=loss, layers=layers)
         self.form = form
 
     def value(self, weight: Tensor) -> Tensor:

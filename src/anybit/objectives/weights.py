@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 
 import torch
 from torch import Tensor, nn
 
-from anybit.errors import SpecError
-from anybit.objectives.base import Closure, WeightPenalty
+from anybit.objectives.base import Closure, Step, WeightPenalty
 from anybit.objectives.quantizable import WeightChoice
+from anybit.objectives.strength import Shares, Strength, checked
 
 
 class SummedWeightPenalty(WeightPenalty):
     """`strength · factor · Σ value(W)` over the weights that will be quantized."""
 
-    def __init__(self, model: nn.Module, *, strength: float, layers: str | list[str] | None = None) -> None:
-        if not 0 <= strength < math.inf:
-            raise SpecError(f"strength must be zero or more, got {strength!r}")
-        self.strength = float(strength)
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        strength: Strength = "auto",
+        loss: float = 0.01,
+        layers: str | list[str] | None = None,
+    ) -> None:
+        given = checked("strength", strength)
+        self._given = None if given == "auto" else float(given)
+        self._shares = Shares(1, loss=loss)
         self._choice = WeightChoice(model, layers, required=True)
+
+    @property
+    def strength(self) -> float:
+        """What the sum is multiplied by right now."""
+        return self._shares.strengths[0] if self._given is None else self._given
+
+    def saw(self, step: Step) -> None:
+        """Follow the loss, if the strength is to."""
+        if self._given is None:
+            self._shares.update(step.loss, [step.terms[self.name]])
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed run needs."""
+        shares = self._shares.state_dict() if self._given is None else {}
+        return {"steps": 0, "factor": self.factor, **shares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.factor = float(state["factor"])
+        if self._given is None:
+            self._shares.load_state_dict(state)
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:

@@ -16,7 +16,7 @@ from anybit.plan import points as plan
 from anybit.plan.codes import RoundedBias, limits
 from anybit.plan.grid import Grid, bias_codes, bias_units, fits, mean_shift, min_max, weight_grid
 from anybit.plan.observe import Calibration
-from anybit.simulate.rounding import fake_quantize, gapless, snap_, straight_through
+from anybit.simulate.rounding import fake_quantize, gapless, round_through, snap_, straight_through
 from anybit.spec import FLOAT
 
 
@@ -39,6 +39,8 @@ class Weight(nn.Module):
         self.point = point
         self.master = nn.Parameter(weight.detach().clone())
         self.bits = FLOAT
+        self.shrink = 1.0
+        """What is left of the range that a live grid covers: training tries grids that clip."""
         self.value: Tensor | None = None
         """The rounded weight, while it does not follow the master live."""
 
@@ -66,10 +68,11 @@ class Weight(nn.Module):
         master = wide(self.master.detach())
         spec = self.point.spec(self.bits)
         if not self.point.clip:
-            return weight_grid(*min_max(master, spec.axis), spec)
-        ends = limits(master.cpu().numpy(), self.point, self.bits)
-        low, high = (torch.from_numpy(np.asarray(end)).to(master.device) for end in ends)
-        return weight_grid(low, high, spec)
+            low, high = min_max(master, spec.axis)
+        else:
+            ends = limits(master.cpu().numpy(), self.point, self.bits)
+            low, high = (torch.from_numpy(np.asarray(end)).to(master.device) for end in ends)
+        return weight_grid(low * self.shrink, high * self.shrink, spec)
 
 
 class Activation(nn.Module):
@@ -80,7 +83,11 @@ class Activation(nn.Module):
         self.point = point
         self.fresh = fresh
         """Whether the tensor that comes in belongs to nobody else, and may be overwritten."""
+        self.rectifies = False
+        """Whether the tensor that comes in has yet to go through a ReLU."""
         self.grid: Grid | None = None
+        self.ends = (0.0, 0.0)
+        """Between which values of `x` gradients go through: half a bin beyond the grid."""
         self.bits = FLOAT
         self.centred = True
         self.calibration: Calibration | None = None
@@ -88,21 +95,28 @@ class Activation(nn.Module):
     def set_grid(self, grid: Grid | None, bits: int, device: torch.device) -> None:
         """Put what comes in on this grid, given in numpy, from now on."""
         self.grid, self.bits = None if grid is None else on_device(grid, device), bits
-        self.centred = grid is None or not np.any(grid.zero)  # asking the device would mean to wait for it
+        if grid is None:
+            return
+        self.centred = not np.any(grid.zero)  # asking the device would mean to wait for it
+        low, high = (float((end - grid.zero) * grid.scale) for end in (grid.low - 0.5, grid.high + 0.5))
+        self.ends = (0.0 if self.rectifies else low, high)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` on the grid, or untouched."""
         if self.calibration is not None:
-            self.calibration.update({self.point.name: wide(x.detach()).cpu().numpy()})
+            seen = torch.relu(x) if self.rectifies else x
+            self.calibration.update({self.point.name: wide(seen.detach()).cpu().numpy()})
         if self.grid is None:
-            return x
+            return torch.relu(x) if self.rectifies else x
         if self.grid.scale.device != x.device:
             self.grid = Grid(self.grid.scale.to(x.device), self.grid.zero.to(x.device), *self.grid[2:])
+        if self.rectifies and not (self.centred and self.grid.low == 0):
+            x = torch.relu(x)
         if x.dtype != torch.float32:
-            return fake_quantize(x.float(), self.grid).to(x.dtype)
+            return round_through(x.float(), self.grid, self.ends, centred=self.centred).to(x.dtype)
         if self.fresh and not torch.is_grad_enabled() and gapless(x):
             return snap_(x, self.grid, centred=self.centred)
-        return fake_quantize(x, self.grid)
+        return round_through(x, self.grid, self.ends, centred=self.centred)
 
 
 class Bias(nn.Module):

@@ -77,8 +77,8 @@ def prepare(
     graph = read_torch(body)
     built = build(graph, settings)
     built = replace(built, plan=_beside_outputs(built.plan, body))
-    _apply_changes(body, graph)
-    _splice(body, graph, built)
+    apply_changes(body, graph)
+    splice(body, graph, built)
     network = QuantizedNetwork(body, built.plan, signature(body, *call_arguments(example_input)))
     network.folded = {layer.inputs[1]: norm.path for norm, layer in graph.removed}
     _check_same(model, network, example_input)
@@ -102,7 +102,7 @@ def _beside_outputs(plan: Plan, body: fx.GraphModule) -> Plan:
 
 
 @torch.no_grad()
-def _apply_changes(body: fx.GraphModule, graph: Graph) -> None:
+def apply_changes(body: fx.GraphModule, graph: Graph) -> None:
     """Bring a captured network into line with what passes did to its view."""
     like = next(iter(body.parameters()), None)
     for name in graph.changed:
@@ -128,7 +128,7 @@ def _apply_changes(body: fx.GraphModule, graph: Graph) -> None:
     body.graph.eliminate_dead_code()
 
 
-def _splice(body: fx.GraphModule, graph: Graph, built: Built) -> None:
+def splice(body: fx.GraphModule, graph: Graph, built: Built) -> None:
     """Put modules that execute the plan in place of weights and biases and behind activations."""
     makers = {node.output: node.origin for node in graph.nodes}
     holders: dict[str, list[fx.Node]] = {}

@@ -200,6 +200,9 @@ def check_room(shape: Mapping[str, Any]) -> None:
         )
 
 
+PICKLED = (".pt", ".pth", ".ckpt", ".bin")
+"""What `torch.save` is usually told to write."""
+
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.")
 """What training programs put in front of every name."""
 
@@ -215,9 +218,16 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     path = Path(path)
     path = path / "model.safetensors" if path.is_dir() and (path / "model.safetensors").is_file() else path
-    if path.suffix == ".safetensors":
-        return read_tensors(path, kind=FORMAT, what="a checkpoint (.safetensors)", foreign=True)
-    return read_pickled(path), {}
+    if path.suffix in PICKLED or _starts(path, b"PK"):
+        return read_pickled(path), {}
+    return read_tensors(path, kind=FORMAT, what="a checkpoint (.safetensors)", foreign=True)
+
+
+def _starts(path: Path, mark: bytes) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark
 
 
 def fill(model: nn.Module, tensors: dict[str, Tensor], path: str | Path) -> None:
@@ -259,6 +269,13 @@ def load_weights(path: str | Path, model: nn.Module) -> dict[str, Any]:
 def load_model(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
     """Build the network that a checkpoint says it is for, fill it, and return it with the header."""
     tensors, about = read_checkpoint(path)
+    return model_of(path, tensors, about)[0], about
+
+
+def model_of(
+    path: str | Path, tensors: dict[str, Tensor], about: Mapping[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the network that a header says it is for, fill it, and return it with its sizes."""
     try:
         known = {"multiplier": about["model"].get("width"), **about["model"]}  # its name before version 0.2
         shape = {key: known[key] for key in ("name", "channels", "classes", "multiplier")}
@@ -272,7 +289,7 @@ def load_model(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
     check_fit(path, tensors, outline.state_dict())
     model = build_model(**shape)
     model.load_state_dict(tensors)
-    return model, about
+    return model, shape
 
 
 def check_fit(

@@ -97,7 +97,12 @@ def _shape(
         raise SpecError(f"{word} has {first} and {last}, and the weights have no such tensors; name their own network")
     ratio = tensors[first].shape[0] / own[first].shape[0]
     sizes = {"channels": tensors[first].shape[1], "classes": tensors[last].shape[0]}
-    return {"name": word, **sizes, "multiplier": multiplier or ratio}
+    shape: dict[str, Any] = {"name": word, **sizes, "multiplier": multiplier or ratio}
+    with torch.device("meta"):  # before memory is taken for whatever sizes a file claims
+        own = build_model(**shape).state_dict()
+    if other := [name for name in own if name in tensors and tensors[name].shape != own[name].shape]:
+        raise SpecError(f"{word} has another {other[0]} than the weights have; name the network that they are of")
+    return shape
 
 
 def _outputs(model: nn.Module, tensors: dict[str, Tensor]) -> int | None:

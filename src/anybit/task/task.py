@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from anybit.evaluate.metric import Function, Metric, metric_of
 from anybit.models import MODELS
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.prepare import prepare
-from anybit.task.checkpoint import fill, read_weights
+from anybit.task.checkpoint import fill, model_of, read_weights
 from anybit.task.networks import WORDS, feeding_of, in_package, make_network
 
 BATCH = 128
@@ -77,7 +78,8 @@ class Task:
             part, count = data.train if data.train is not None else data.need("test", "--calibrate"), CALIBRATION
         if count < 1:
             raise SpecError(f"--calibrate takes one training example or more, got {word}")
-        return Inputs(in_order(part.first(count)), Takes.of(self.model))
+        mixed = part.loader if isinstance(part, Given) else Batches(part, BATCH, generator=torch.Generator())
+        return Inputs(mixed, Takes.of(self.model), count)
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,20 @@ class Inputs:
 
     loader: Iterable[Any]
     takes: Takes
+    count: int
+    """Of the examples that will do."""
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield self.takes.split(batch).inputs, None
+        left = self.count
+        for batch in map(self.takes.split, self.loader):
+            if left <= 0:
+                return
+            yield pytree.tree_map_only(Tensor, functools.partial(_first, left), batch.inputs), None
+            left -= len(batch)
+
+
+def _first(count: int, tensor: Tensor) -> Tensor:
+    return tensor[:count] if tensor.dim() else tensor
 
 
 def in_order(part: Any, batch: int = BATCH) -> Iterable[Any]:
@@ -97,12 +109,18 @@ def in_order(part: Any, batch: int = BATCH) -> Iterable[Any]:
     return part.loader if isinstance(part, Given) else Batches(part.channels_last(), batch)
 
 
+def example_of(model: nn.Module, data: Dataset, device: torch.device | None = None) -> Any:
+    """Return what a model is called with: two examples of a data set."""
+    inputs = Takes.of(model).split(data.example).inputs
+    return pytree.tree_map_only(Tensor, lambda t: (t[:2] if t.dim() else t).to(device), inputs)
+
+
 def prepared(
     model: nn.Module, data: Dataset, *, calibration: Iterable[Any] | None = None, **settings: Any
 ) -> QuantizedNetwork:
     """Return a model with its width switch, for inputs like those of a data set."""
     example = Takes.of(model).split(data.example).inputs
-    example = pytree.tree_map_only(Tensor, lambda t: t[:2] if t.dim() else t, example)
+    example = pytree.tree_map_only(Tensor, functools.partial(_first, 2), example)
     return prepare(model, example, input_range=data.input_range, calibration=calibration, **settings)
 
 
@@ -155,18 +173,20 @@ def load_task(
     if data is None and not about.get("data") and not shape:
         more = "; or the shape of one input: --input 3x224x224" * (what == "anybit save")
         raise DataError(f"{what} needs data: say --data digits, a folder, an .npz, or my_data.py:loaders{more}")
-    header = about.get("model", {})
-    multiplier = header.get("multiplier", header.get("width")) if isinstance(header, dict) else None
-    network, made = make_network(word, tensors=tensors, multiplier=multiplier)
+    if word in MODELS and "model" in about:
+        assert path is not None
+        assert tensors is not None
+        network, made = model_of(path, tensors, about)
+    else:
+        network, made = make_network(word, tensors=tensors)
     feeding = feeding or feeding_of(word, network)
     if data is None and shape:
         found = Dataset("no data", None, None, None, sample=torch.zeros(2, *shape))
     else:
         found = load_dataset(data or str(about["data"]), code=data is not None, how=feeding, size=size)
     if tensors is not None:
-        assert path is not None
-        fill(network, tensors, path)
-    _check_fit(network, made, found, path or model)
+        fill(network, tensors, path or model)
+    _check_fit(made, found, data or found.name, path or model)
     name = path.resolve().parent.name if path and path.name == "model.safetensors" else Path(word).name
     about = {**about, "model": made}
     return Task(name, network.eval(), found, judged, found.preprocessing or feeding, path, about, place)
@@ -196,15 +216,14 @@ def _file(path: Path) -> Path:
     return path / "model.safetensors" if path.is_dir() else path
 
 
-@torch.no_grad()
-def _check_fit(network: nn.Module, shape: dict[str, Any], data: Dataset, where: object) -> None:
+def _check_fit(shape: dict[str, Any], data: Dataset, name: str, where: object) -> None:
     """Refuse data that a network of ours is not for, before anything is measured."""
     if "channels" not in shape:
         return
     channels, classes = shape["channels"], shape["classes"]
     if len(data.shape) != 3 or data.shape[0] != channels or len(data.classes) > classes:
         raise DataError(
-            f"{data.name}: inputs of shape {data.shape} in {len(data.classes)} classes; "
+            f"{name}: inputs of shape {data.shape} in {len(data.classes)} classes; "
             f"{where} is for images of {channels} channels in {classes} classes"
         )
 

@@ -70,11 +70,13 @@ def losses(
         least: Examples that a part must have.
     """
 
-    def mean(part: Batch) -> Tensor:
+    def mean(part: Batch) -> tuple[Tensor, Any]:
         device = next(leaf for leaf in pytree.tree_leaves(vars(part)) if isinstance(leaf, Tensor)).device.type
         with torch.autocast(device, torch.bfloat16, enabled=mixed):
-            found = loss(model(*part.args, **part.kwargs), part.targets)
-        return found if len(part) == usual else found * (len(part) / usual)
+            outputs = model(*part.args, **part.kwargs)
+            found = loss(outputs, part.targets)
+        # Of outputs that a loss of the user's own takes nobody knows how to compare them.
+        return found if len(part) == usual else found * (len(part) / usual), outputs if loss is cross_entropy else None
 
     count = min(parts, max(1, len(batch) // least))
     cut = [batch] if count == 1 else [_part(batch, i, count) for i in range(count)]
