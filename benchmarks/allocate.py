@@ -29,7 +29,7 @@ from anybit.simulate.allocate import mean_loss
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
-from anybit.train.checkpoint import load_model
+from anybit.task.checkpoint import load_model
 
 RUNS = ("runs/laptop-vgg-like-base-0", "runs/laptop-resnet18-base-0")
 BUDGETS = (3.0, 4.0, 5.0)

@@ -24,9 +24,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from anybit.artifact import protobuf_scan
 from anybit.artifact.adopt import adopt
-from anybit.artifact.pictures import LARGEST, as_batch, read_inputs, read_picture
+from anybit.artifact.feeding import Preprocessing
+from anybit.artifact.inputs import Input, fed, read_feeds
+from anybit.artifact.pictures import LARGEST, read_picture
 from anybit.artifact.session import load
 
+FLOAT = np.dtype(np.float32)
 Rng = np.random.Generator
 Broken = tuple[bytes, bool]
 
@@ -192,8 +195,9 @@ class Pictures:
         from anybit.serve.upload import read_upload
 
         with contextlib.suppress(OSError):
-            as_batch(read_picture(path), (3, 8, 8), mean=(0.5,), std=(0.5,))
-        found = read_upload(path.read_bytes(), (1, 8, 8))
+            fed(Preprocessing(mean=(0.5,), std=(0.5,)), read_picture(path), Input("x", FLOAT, (0, 3, 8, 8)))
+        grey = Input("x", FLOAT, (0, 1, 8, 8))
+        found = read_upload(path.read_bytes(), [grey], grey.settle(Preprocessing()))["x"]
         assert np.isfinite(found).all()
         return repr(found.sum())
 
@@ -254,9 +258,9 @@ class Arrays:
             from anybit.data.arrays import load_arrays
 
             return load_arrays(path).train.digest()
-        ((_, found),) = read_inputs([path], (1, 4, 4))
+        found = [feed["x"] for _, feed in read_feeds([str(path)], [Input("x", FLOAT, (0, 1, 4, 4))], Preprocessing())]
         assert np.isfinite(found).all()
-        return repr(found.sum())
+        return repr(np.sum(found))
 
 
 # Recipes
@@ -313,7 +317,7 @@ class Recipes:
         return "\n".join(lines).encode(), True
 
     def use(self, path: Path) -> str:
-        from anybit.train.checkpoint import check_room
+        from anybit.task.checkpoint import check_room
         from anybit.train.recipe import load_recipe
 
         recipe = load_recipe(path)

@@ -18,7 +18,7 @@ from anybit.data import load_dataset
 from anybit.data.base import Split
 from anybit.errors import AnybitError
 from anybit.models import build_model
-from anybit.train.checkpoint import FORMAT, digest_of, load_model, load_weights, save_checkpoint
+from anybit.task.checkpoint import FORMAT, digest_of, load_model, load_weights, save_checkpoint
 from anybit.train.loop import train
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, Recipe
 from anybit.train.resume import FORMAT as STATE

@@ -22,7 +22,7 @@ from anybit.evaluate.sweep import sweep
 from anybit.plan.build import HELPERS
 from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
-from anybit.train.checkpoint import load_model
+from anybit.task.checkpoint import load_model
 
 RUNS = ("runs/laptop-vgg-like-base-0", "runs/laptop-resnet18-base-0")
 WIDTHS = [Bits.parse(word) for word in ("FP", "W8A8", "W6A6", "W4A8", "W4A4", "W3A8", "W3A3", "W2A8")]

@@ -27,7 +27,7 @@ from anybit.evaluate.accuracy import evaluate
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
-from anybit.train.checkpoint import load_model, read_checkpoint
+from anybit.task.checkpoint import load_model, read_checkpoint
 from anybit.train.loop import train
 from anybit.train.recipe import Recipe, load_recipe
 from paper.rows import LAMBDA

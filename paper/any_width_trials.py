@@ -30,7 +30,7 @@ from anybit.objectives.base import Penalty, Sum
 from anybit.objectives.gradient import GradientPenalty
 from anybit.objectives.kurtosis import KurtosisPenalty
 from anybit.simulate.prepare import prepare
-from anybit.train.checkpoint import load_model
+from anybit.task.checkpoint import load_model
 from anybit.train.schedule import learning_rate
 from paper.cifar10 import load
 

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anybit.artifact.feeding import Preprocessing
 from anybit.common.files import replacing
 from anybit.data import Dataset, Split
 from anybit.data.base import Augment
@@ -87,7 +88,7 @@ def load() -> Dataset:
         CLASSES,
         pixel_range(),
         augment=flip_and_shift(4),
-        pixels=(MEAN, STD),
+        preprocessing=Preprocessing(size=(32, 32), channels="rgb", mean=MEAN, std=STD, labels=CLASSES),
     )
 
 

@@ -27,7 +27,7 @@ from anybit.common.provenance import origin
 from anybit.data import Batches, Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, SpecError
 from anybit.spec import Bits
-from anybit.train.checkpoint import load_model, read_checkpoint
+from anybit.task.checkpoint import load_model, read_checkpoint
 from anybit.train.loop import train
 from anybit.train.recipe import Recipe
 from anybit.train.resume import Say

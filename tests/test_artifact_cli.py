@@ -12,16 +12,19 @@ import pytest
 import typer
 from test_artifact_adopt import with_norm
 from test_artifact_small import MODEL, header_with, small_master
+from test_feeding import read_one
 from typer.testing import CliRunner, Result
 
 from anybit.artifact.bench import bench as measure_gains
-from anybit.artifact.bench import footprint, input_shapes, steps_of
+from anybit.artifact.bench import footprint, steps_of
+from anybit.artifact.feeding import Preprocessing
+from anybit.artifact.inputs import Input, find_files, read_feeds
 from anybit.artifact.master import open_master, write_master
-from anybit.artifact.pictures import find_inputs, read_inputs
 from anybit.artifact.session import load
-from anybit.cli.adopt import adopt, numbers
+from anybit.cli.adopt import adopt
 from anybit.cli.bench import bench
 from anybit.cli.export import export
+from anybit.cli.options import numbers
 from anybit.cli.run import find_policy, run
 from anybit.cli.watch import watch
 from anybit.errors import AnybitError, DataError, SpecError
@@ -72,18 +75,16 @@ def test_export_says_how_small_it_got(master: Path, tmp_path: Path) -> None:
 # Inputs
 
 
-def test_files_become_batches_of_the_right_shape(pictures: Path) -> None:
-    found = find_inputs(pictures)
-    assert [path.name for path in found] == ["a.png", "c.npy", "d.npy", "b.jpg"]
-    arrays = {path.name: x for path, x in read_inputs(found, (1, 6, 6), mean=[0.5], std=[0.25])}
-    assert {name: x.shape for name, x in arrays.items()} == {
-        "a.png": (1, 1, 6, 6), "c.npy": (2, 1, 6, 6), "d.npy": (1, 1, 6, 6), "b.jpg": (1, 1, 6, 6),
-    }  # fmt: skip
-    assert all(x.dtype == np.float32 for x in arrays.values())
+def test_files_become_examples_of_the_right_shape(pictures: Path) -> None:
+    assert [path.name for path in find_files(pictures)] == ["a.png", "c.npy", "d.npy", "b.jpg"]
+    takes, how = [Input("x", np.dtype(np.float32), (0, 1, 6, 6))], Preprocessing(mean=(0.5,), std=(0.25,))
+    arrays = {Path(label).name: feed["x"] for label, feed in read_feeds([str(pictures)], takes, how)}
+    assert list(arrays) == ["a.png", "c.npy[0]", "c.npy[1]", "d.npy", "b.jpg"]
+    assert all(x.shape == (1, 1, 6, 6) and x.dtype == np.float32 for x in arrays.values())
     pixels = np.random.default_rng(0).integers(0, 256, (6, 6), np.uint8)
-    np.testing.assert_allclose(arrays["a.png"][0, 0], (pixels / 255 - 0.5) / 0.25, rtol=1e-5)
+    np.testing.assert_allclose(arrays["a.png"][0, 0], (pixels / 255 - 0.5) / 0.25, rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(arrays["d.npy"][0], np.load(pictures / "d.npy").astype(np.float32))
-    ((_, colour),) = read_inputs([pictures / "more" / "b.jpg"], (3, 4, 8), mean=[0, 0, 1], std=[1, 1, 1])
+    colour = read_one(pictures / "more" / "b.jpg", (3, 4, 8), mean=(0.0, 0.0, 1.0), std=(1.0, 1.0, 1.0))
     assert colour.shape == (1, 3, 4, 8)
     assert colour[0, 2].max() <= 0 <= colour[0, 0].min()
 
@@ -92,16 +93,21 @@ def test_files_that_do_not_fit_are_named(pictures: Path, tmp_path: Path) -> None
     (tmp_path / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\nxxxx")
     np.save(tmp_path / "odd.npy", np.zeros((3, 3)))
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
-    for name, message in {"bad.png": "is no picture", "odd.npy": r"shape \[1, 6, 6\]", "objects.npy": "numpy"}.items():
+    problems = {
+        "bad.png": "is no picture",
+        "odd.npy": r"any x 1 x 6 x 6, float32\); got \[3, 3\]",
+        "objects.npy": "numpy",
+    }
+    for name, message in problems.items():
         with pytest.raises(DataError, match=f"{name}.*{message}"):
-            list(read_inputs([tmp_path / name], (1, 6, 6)))
+            read_one(tmp_path / name, (1, 6, 6))
     with pytest.raises(DataError, match="which no picture has"):
-        list(read_inputs([pictures / "a.png"], (5,)))
+        read_one(pictures / "a.png", (5,))
     with pytest.raises(DataError, match="no such file"):
-        find_inputs(tmp_path / "gone")
+        find_files(tmp_path / "gone")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no picture"):
-        find_inputs(tmp_path / "empty")
+        find_files(tmp_path / "empty")
 
 
 # Running
@@ -112,22 +118,25 @@ def lines(result: Result) -> list[dict[str, Any]]:
 
 
 def test_run_prints_which_width_served_each_file(master: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    charges = iter([80.0, 40.0, 10.0, 21.0])
+    charges = iter([80.0, 40.0, 40.0, 10.0, 21.0])
     monkeypatch.setattr("anybit.cli.run.read_machine", lambda: Reading(next(charges), on_mains=False))
     got = lines(call(run, master, "--input", pictures, "--steps", "20:W4A4 50:W8A8", "--json"))
-    assert [Path(line["file"]).name for line in got] == ["a.png", "c.npy", "c.npy", "d.npy", "b.jpg"]
+    assert [Path(line["file"]).name for line in got] == ["a.png", "c.npy[0]", "c.npy[1]", "d.npy", "b.jpg"]
     assert [line["bits"] for line in got] == ["FP", "W8A8", "W8A8", "W4A4", "W4A4"]
     session = load(master)
     session.set_bits(weights=4, activations=4)
-    ((_, x),) = read_inputs([pictures / "d.npy"], (1, 6, 6))
-    assert got[3]["class"] == int(session.run(x).argmax())
+    (said,) = got[3]["outputs"]
+    want = session.run(read_one(pictures / "d.npy", (1, 6, 6)))
+    assert (said["name"], said["shape"]) == ("y", [1, 3])
+    assert (said["low"], said["high"]) == (float(want.min()), float(want.max()))
+    assert "class" not in got[3]  # nobody said that these are scores of classes
 
 
 def test_run_on_a_machine_without_a_battery(master: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anybit.cli.run.read_machine", Reading)
     said = call(run, master, "--input", pictures / "a.png").output
     assert said.startswith("FP ")
-    assert call(run, master, "--input", pictures / "a.png", "--policy", "fixed", "--bits", "W3A3").output[:4] == "W3A3"
+    assert call(run, master, "--input", pictures / "a.png", "--bits", "W3A3").output[:4] == "W3A3"
     assert call(run, master, "--input", pictures / "a.png", "--policy", "power").output[:3] == "FP "
 
 
@@ -148,8 +157,8 @@ def test_names_and_normalization_come_from_the_master(tmp_path: Path, pictures: 
     (line,) = lines(call(run, tmp_path / "m.onnx", "--input", pictures / "a.png", "--policy", "fixed", "--json"))
     session = load(tmp_path / "m.onnx")
     session.set_bits(weights=8, activations=8)
-    ((_, x),) = read_inputs([pictures / "a.png"], (1, 6, 6), mean=[0.5], std=[0.2])
-    assert line["label"] == about["classes"][int(session.run(x).argmax())]  # type: ignore[index]
+    best = int(session.run(read_one(pictures / "a.png", (1, 6, 6), mean=(0.5,), std=(0.2,))).argmax())
+    assert (line["class"], line["label"]) == (best, about["classes"][best])  # type: ignore[index]
     for broken in ({"mean": "x"}, {"std": [0]}, {"mean": [1, 2]}, [], {"scale": 1}):
         write_master(tmp_path / "m.onnx", MODEL, header_with(about={"input": broken}))
         with pytest.raises(DataError, match=r"about\.input"):
@@ -158,11 +167,20 @@ def test_names_and_normalization_come_from_the_master(tmp_path: Path, pictures: 
 
 def test_policies_have_names(master: Path) -> None:
     session = load(master)
-    options = {"bits": "W4A4", "steps": "", "milliseconds": 1e6}
-    assert find_policy("latency", session, **options)(Reading()) is not None  # type: ignore[arg-type]
-    assert find_policy("power", session, **options)(Reading(5, on_mains=False)) == Bits(4, 4)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="battery, power, latency, fixed; got 'solar'"):
-        find_policy("solar", session, **options)  # type: ignore[arg-type]
+
+    def find(name: str, bits: str | None = None, steps: str = "") -> Any:
+        return find_policy(name, session, bits=bits, steps=steps, milliseconds=1e6)
+
+    assert find("latency")(Reading()) is not None
+    assert find("power", "W4A4")(Reading(5, on_mains=False)) == Bits(4, 4)
+    assert find("fixed", "W4A4")(Reading()) == Bits(4, 4)
+    for name, settings, message in (
+        ("solar", {}, "battery, power, latency, fixed; got 'solar'"),
+        ("battery", {"bits": "W4A4"}, "policy battery chooses the widths itself"),
+        ("fixed", {"steps": "20:W4A4"}, "--steps is for policy battery"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            find(name, **settings)  # type: ignore[arg-type]
 
 
 def test_watch_looks_as_often_as_asked(master: Path) -> None:
@@ -188,7 +206,7 @@ def test_bench_measures_every_width(master: Path, tmp_path: Path) -> None:
     assert gains[2].accuracy is not None
     assert gains[2].accuracy < gains[1].accuracy <= 1.0
     assert all(g.latency > 0 and g.throughput > 0 and g.resident_bytes > 0 and g.n == 100 for g in gains)
-    assert input_shapes(session) == {"x": (1, 6, 6)}
+    assert {name: array.shape for name, array in session.example().items()} == {"x": (1, 1, 6, 6)}
     size, _ = footprint(master, Bits(4, 8), {"x": x[:1]})
     call(export, master, tmp_path / "out.onnx", "--bits", "W4A8")
     assert size == (tmp_path / "out.onnx").stat().st_size
@@ -209,19 +227,31 @@ def test_bench_prints_and_writes(master: Path, tmp_path: Path) -> None:
 
 def test_adopt_from_pictures_and_from_batch_norm(pictures: Path, tmp_path: Path) -> None:
     onnx.save(with_norm(), tmp_path / "other.onnx")
-    call(adopt, tmp_path / "other.onnx", "--out", tmp_path / "a.onnx", "--calibrate", pictures, "--mean", "0.5")
+    call(
+        adopt,
+        tmp_path / "other.onnx",
+        "--out",
+        tmp_path / "a.onnx",
+        "--calibrate",
+        pictures,
+        "--mean",
+        "0.5",
+        "--std",
+        "0.25",
+    )
     first = open_master(tmp_path / "a.onnx").header
-    assert first.about["input"] == {"mean": [0.5], "std": [1.0]}
+    assert first.about["input"] == {"mean": [0.5], "std": [0.25]}
+    assert first.about["quantized"]["weights"] == 1.0
     assert all("calibration" in r.source for a in first.plan.activations for _, r in a.ranges)
     call(adopt, tmp_path / "other.onnx", "--out", tmp_path / "b.onnx", "--store", "int8")
     second = open_master(tmp_path / "b.onnx").header
     assert second.store == "int8"
-    assert [r.source for a in second.plan.activations for _, r in a.ranges] == ["batch norm normed"]
-    for text in ("x", "1 2", ""):
-        with pytest.raises(SpecError, match="one number or three"):
-            numbers(text, "mean")
+    assert {r.source for a in second.plan.activations for _, r in a.ranges} == {"batch norm normed"}
     with pytest.raises(SpecError, match="one number or three"):
-        numbers("0", "std")
+        numbers("x", "mean")
+    for flag, text in (("--mean", "1 2"), ("--mean", ""), ("--std", "0")):
+        with pytest.raises(SpecError, match=r"one number( above 0)? or three"):
+            call(adopt, tmp_path / "other.onnx", flag, text)
     with pytest.raises(AnybitError, match="no such file"):
         call(adopt, tmp_path / "gone.onnx")
 
@@ -233,7 +263,7 @@ def test_save_from_a_checkpoint_measures_and_tells(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     from anybit.cli.save import save
     from anybit.models import build_model
-    from anybit.train.checkpoint import save_checkpoint
+    from anybit.task.checkpoint import save_checkpoint
 
     shape = {"name": "small-conv", "channels": 1, "classes": 10, "multiplier": 0.25}
     model = build_model(**shape)  # type: ignore[arg-type]
@@ -247,4 +277,4 @@ def test_save_from_a_checkpoint_measures_and_tells(tmp_path: Path) -> None:
     assert header.about["training"] == about
     assert header.about["measured"].keys() == header.about["measured_from_fp32"].keys() == {"W8A8", "W3A3"}
     assert header.about["classes"] == [str(i) for i in range(10)]
-    assert header.about["input"] == {"mean": [0.0], "std": [1.0]}
+    assert header.about["input"] == {"size": [8, 8], "channels": "grey"}

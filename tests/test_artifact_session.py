@@ -265,11 +265,42 @@ def test_a_graph_that_onnx_runtime_refuses_names_the_file(tmp_path: Path) -> Non
 def test_the_note_says_what_another_runtime_must_set(tmp_path: Path) -> None:
     path = small_master(tmp_path)
     found = {}
-    for bits in (Bits(8, 8), Bits(4, 8)):
-        export(path, tmp_path / "out.onnx", weights=bits.weights, activations=bits.activations)
-        note = {e.key: e.value for e in onnx.load(tmp_path / "out.onnx").metadata_props}[NOTE]
-        found[bits] = json.loads(note)["session_options"]
-    assert found == {Bits(8, 8): {EXACT: "1"}, Bits(4, 8): {}}
+    for signed in (True, False):
+        for bits in (Bits(8, 8), Bits(4, 8)):
+            export(path, tmp_path / "out.onnx", weights=bits.weights, activations=bits.activations, signed=signed)
+            note = {e.key: e.value for e in onnx.load(tmp_path / "out.onnx").metadata_props}[NOTE]
+            found[signed, bits] = json.loads(note)["session_options"]
+    assert found.pop((True, Bits(8, 8))) == {EXACT: "1"}
+    assert list(found.values()) == [{}] * 3
+
+
+@pytest.mark.parametrize("bits", [Bits(8, 8), Bits(8, 4), Bits(7, 8), Bits(5, 8)], ids=str)
+@pytest.mark.parametrize("signed", [True, False])
+def test_no_pair_of_products_of_an_export_saturates_unless_asked_for(bits: Bits, signed: bool, tmp_path: Path) -> None:
+    path = small_master(tmp_path)
+    export(path, tmp_path / "out.onnx", weights=bits.weights, activations=bits.activations, signed=signed)
+    held = {t.name: numpy_helper.to_array(t) for t in onnx.load(tmp_path / "out.onnx").graph.initializer}
+    codes = {name: array for name, array in held.items() if name.endswith("weight.codes")}
+    assert codes
+    # Without VNNI two products of an unsigned and a signed byte are added in 16 bits; of two unsigned ones in 32.
+    most = 2 ** min(8, bits.activations) - 1
+    worst = max(2 * most * int(np.abs(c.astype(int)).max()) for c in codes.values() if c.dtype == np.int8) if any(
+        c.dtype == np.int8 for c in codes.values()
+    ) else 0  # fmt: skip
+    assert (worst >= 2**15) == (signed and bits == Bits(8, 8))
+
+
+def test_unsigned_bytes_are_the_same_numbers(tmp_path: Path) -> None:
+    path = small_master(tmp_path)
+    weights = []
+    for signed in (True, False):
+        export(path, tmp_path / "out.onnx", weights=8, activations=8, signed=signed)
+        held = {t.name: numpy_helper.to_array(t) for t in onnx.load(tmp_path / "out.onnx").graph.initializer}
+        names = [name.removesuffix(".codes") for name in held if name.endswith("weight.codes")]
+        weights.append({n: held[f"{n}.codes"].astype(int) - held[f"{n}.zero"].astype(int).max() for n in names})
+    signed_ones, unsigned_ones = weights
+    assert signed_ones.keys() == unsigned_ones.keys() != set()
+    assert all(np.array_equal(signed_ones[name], unsigned_ones[name]) for name in signed_ones)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8, 9, 16])
@@ -279,9 +310,10 @@ def test_weights_are_stored_as_small_as_they_can_be(bits: int, symmetric: bool, 
     export(tmp_path / "m.onnx", tmp_path / "out.onnx", weights=bits, activations=8)
     held = {tensor.name: tensor for tensor in onnx.load(tmp_path / "out.onnx").graph.initializer}
     codes = held["b.weight.codes"]
-    kind = TensorProto.INT4 if bits <= 4 else TensorProto.INT8 if bits <= 8 else TensorProto.INT16
-    assert codes.data_type == kind
-    assert len(codes.raw_data) == 3 * 64 * {TensorProto.INT4: 0.5, TensorProto.INT8: 1, TensorProto.INT16: 2}[kind]
+    kind = TensorProto.INT4 if bits <= 4 else TensorProto.INT8 if bits < 8 else TensorProto.INT16
+    kinds = {kind} if bits != 8 else {TensorProto.UINT8, TensorProto.INT8}
+    assert codes.data_type in kinds
+    assert len(codes.raw_data) == 3 * 64 * {TensorProto.INT4: 0.5, TensorProto.INT16: 2}.get(codes.data_type, 1)
     values = numpy_helper.to_array(codes).astype(int)
     assert values.max() - values.min() <= 2**bits - 1 - symmetric
     assert "b.weight" not in held

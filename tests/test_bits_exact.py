@@ -175,12 +175,26 @@ def test_large_networks_have_one_set_of_numbers(
 ) -> None:
     (case,) = [c for c in CASES if c.name == name]
     torch.manual_seed(0)
-    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(case.inputs(4), None)], **way)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(case.inputs(4), None)], **way,
+                         preset="paper")  # fmt: skip
     check(net, tmp_path, widths)
 
 
 def test_every_network_of_the_table_is_compared() -> None:
     assert {case.name for case in CASES} == {case.name for case in QUICK} | {name for name, *_ in LARGE}
+
+
+@pytest.mark.parametrize(("case", "way"), [*zip(QUICK, WAYS, strict=True)], ids=[c.name for c in QUICK])
+def test_the_table_has_one_set_of_numbers_where_widths_are_fitted_to_data(
+    case: Case, way: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    data = case.inputs(8)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(data, None)], **way)
+    fitted = [(4, 4), (3, 8), (8, 8), (2, 2)]
+    anybit.reconstruct(net, [data], fitted)
+    assert any(own.ranks for weight in net.plan.weights for own in weight.rounded)
+    check(net, tmp_path, [2, 3, 4, 5, 8, 12])
 
 
 # Drawn networks
@@ -239,13 +253,13 @@ networks = st.fixed_dictionaries(
     }
 ).filter(lambda n: n["dtype"] != torch.float16 or 1e-3 < n["factor"] < 1e3)  # float16 ends at 65504
 EXTREME = {"kinds": ["plain", "twice", "transposed"], "groups": 2, "faint": 1e-12, "dtype": torch.float32}
-EVERYTHING = {"symmetric": False, "per_channel": True, "helpers": "all", "ends": "same"}
+EVERYTHING = {"symmetric": False, "per_channel": True, "helpers": "all", "sensitive": "same"}
 ways = st.fixed_dictionaries(
     {
         "symmetric": st.booleans(),
         "per_channel": st.booleans(),
         "helpers": st.sampled_from(["all", (), ("sums",), ("bias", "equalize"), ("clip", "bias")]),
-        "ends": st.sampled_from(["same", "8-bit", "float"]),
+        "sensitive": st.sampled_from(["same", "8-bit", "float"]),
     }
 )
 

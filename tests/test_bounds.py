@@ -15,6 +15,7 @@ import pytest
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from anybit.artifact.bounds import MOST_GROWTH, SETTING, check_sizes, memory_limit
+from anybit.artifact.check import MOST_NODES
 from anybit.artifact.runtime import plain_session
 from anybit.errors import FileError, SpecError
 
@@ -155,6 +156,7 @@ import sys
 from pathlib import Path
 import numpy as np, onnx
 from anybit.artifact.bounds import memory_advice
+from anybit.artifact.check import MOST_NODES
 from anybit.artifact.runtime import plain_session
 
 def status(field):
@@ -198,3 +200,71 @@ def test_the_limit_is_a_number_of_gigabytes(text: str, monkeypatch: pytest.Monke
         memory_limit()
     monkeypatch.setenv(SETTING, "1.5")
     assert memory_limit() == 1.5 * 2**30
+
+
+READ = """
+import sys, time
+from pathlib import Path
+from anybit.artifact.plain import read_model_file
+from anybit.errors import FileError
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+warm, path = map(Path, sys.argv[1:])
+read_model_file(warm)
+Path("/proc/self/clear_refs").write_text("5")
+before, start = status("VmRSS"), time.process_time()
+try:
+    read_model_file(path)
+    end = "read"
+except FileError as error:
+    end = "refused"
+print(end, time.process_time() - start, 1024 * (status("VmHWM") - before))
+"""
+
+
+def heavy(path: Path, version: int, kind: type[np.floating[Any]], last: float = 0.0) -> None:
+    """Write a model with two matrices of 8 million entries each."""
+    weight = np.random.default_rng(0).standard_normal((2896, 2896), np.float32).astype(kind)
+    weight[-1, -1] = last
+    nodes = [node("MatMul", ["x", "a"], ["h"]), node("Relu", ["h"], ["r"]), node("MatMul", ["r", "b"], ["y"])]
+    made = model(nodes, {"a": weight, "b": weight}, ["n", 2896])
+    made.opset_import[0].version = version
+    for value in (*made.graph.input, *made.graph.output):
+        value.type.tensor_type.elem_type = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    onnx.save(made, path)
+
+
+def long_graph(path: Path, count: int) -> None:
+    onnx.save(model([node("Relu", ["x"], [f"y{i}" if i else "y"]) for i in range(count)], {}, ["n", 4]), path)
+
+
+FILES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "large": ("read", lambda path: heavy(path, 21, np.float32)),
+    "large, operators of an older version": ("read", lambda path: heavy(path, 17, np.float32)),
+    "large, half precision": ("read", lambda path: heavy(path, 21, np.float16)),
+    "large, not a number": ("refused", lambda path: heavy(path, 21, np.float32, np.nan)),
+    "nothing but zeros": ("refused", lambda path: path.write_bytes(bytes(2**25)) and None),
+    "as many nodes as may be": ("read", lambda path: long_graph(path, MOST_NODES - 1)),  # an input is one more
+    "more": ("refused", lambda path: long_graph(path, MOST_NODES + 1)),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_reading_a_file_costs_no_more_than_its_size(name: str, tmp_path: Path) -> None:
+    wanted, write = FILES[name]
+    warm, path = tmp_path / "warm.onnx", tmp_path / "m.onnx"
+    long_graph(warm, 2)
+    write(path)
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(warm), str(path)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    end, seconds, rise = done.stdout.split()
+    size = path.stat().st_size
+    assert end == wanted
+    assert float(rise) < 200e6 + 3 * size
+    # Of a processor that has nothing else to do; one that others share takes up to three times as long.
+    assert float(seconds) < 3 * (1 + 2 * size / 100e6)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Opened, open_page
+from test_feeding import read_one
 from test_serve import Client, encoded, served
 
 from anybit.artifact.header import Header
 from anybit.artifact.master import write_master
-from anybit.artifact.pictures import read_inputs
 from anybit.artifact.session import load
 from anybit.cli.serve import make_app
 from anybit.policy import Chooser, Reading, battery
@@ -132,7 +132,7 @@ def probabilities(master: Path, picture: Path, bits: Bits) -> Any:
     """Return what the session itself says."""
     session = load(master, threads=1)
     session.set_bits(weights=bits.weights, activations=bits.activations)
-    ((_, x),) = read_inputs([picture], (1, 8, 8))
+    x = read_one(picture, (1, 8, 8))
     parts = np.exp(session.run(x)[0].astype(np.float64))
     return parts / parts.sum()
 
@@ -243,7 +243,7 @@ def test_the_picture_is_shown_as_the_network_sees_it(opened: Opened, tmp_path: P
     page.set_input_files("#file", tmp_path / "mine.png")
     page.wait_for_function("document.getElementById('chosen').textContent === 'mine.png'")
     wait(opened, Bits(8, 8))
-    ((_, x),) = read_inputs([tmp_path / "mine.png"], (1, 8, 8))
+    x = read_one(tmp_path / "mine.png", (1, 8, 8))
     assert page.locator("#seen").evaluate(SEEN) == np.rint(255 * x.ravel()).tolist()
     assert page.locator("#seen").evaluate("e => getComputedStyle(e).imageRendering") == "pixelated"
     assert page.locator("#seen").bounding_box()["width"] >= 10 * 8  # each of its pixels can be seen

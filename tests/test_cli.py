@@ -18,7 +18,7 @@ from anybit.cli import main
 from anybit.cli.main import PANELS
 from anybit.errors import AnybitError, CaptureError, CheckpointError, FileError, RecipeError, SpecError
 from anybit.pages.rows import read_rows
-from anybit.train.checkpoint import FORMAT, read_checkpoint
+from anybit.task.checkpoint import FORMAT, read_checkpoint
 
 VERBS = [verb for verbs in PANELS.values() for verb in verbs]
 
@@ -172,7 +172,8 @@ def test_sweep_prints_json_a_plan_and_takes_options(trained: Path, capsys: Captu
     plain = json.loads(out)
     assert [(row["weights"], row["activations"]) for row in plain] == [(32, 32), (3, 32)]
     assert plain[0]["kl"] == 0.0
-    code, out, _ = run(capsys, "sweep", path, "--widths", "FP W3A32", "--json", "--per-channel", "--asymmetric")
+    words = ["--no-per-channel", "--no-asymmetric", "--helpers", "none"]
+    code, out, _ = run(capsys, "sweep", path, "--widths", "FP W3A32", "--json", *words)
     assert code == 0
     other = json.loads(out)
     assert other[0]["accuracy"] == plain[0]["accuracy"]
@@ -201,7 +202,7 @@ def test_the_same_recipe_and_seed_give_the_same_checkpoint(trained: Path, tmp_pa
         ('"small-conv"', '"small-cov"', "no model 'small-cov'"),
         ('"digits"', '"digit"', "did you mean 'digits'?"),
         ('"digits"', '"nowhere.npz"', "nowhere.npz: no such file"),
-        ("batch = 128", "batch = 8", "leaves a batch of one example"),
+        ("batch = 128", "batch = 1", "gives batches of one example"),
         ("epochs = 1", "epochs = 1\ninit = 'gone.safetensors'", "gone.safetensors: no such file"),
     ],
 )
@@ -322,7 +323,7 @@ def test_an_error_with_a_list_of_problems_is_one_line_too(
     def give_up(*args: object, **kwargs: object) -> None:
         raise CaptureError("cannot be captured", ["layer1: is odd", "layer2: is [red]even[/red]"])
 
-    monkeypatch.setattr("anybit.simulate.prepare.prepare", give_up)
+    monkeypatch.setattr("anybit.task.task.prepare", give_up)
     code, _, err = run(capsys, "sweep", trained / "run")
     assert (code, err) == (2, "error: cannot be captured: layer1: is odd; layer2: is [red]even[/red]\n")
 
@@ -357,7 +358,7 @@ def test_ctrl_c_in_the_middle_of_training_keeps_the_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "tiny.toml").write_text(RECIPE)
-    monkeypatch.setattr("anybit.train.loop.evaluate", interrupt)
+    monkeypatch.setattr("anybit.train.loop.validate", interrupt)
     code, _, err = run(capsys, "train", tmp_path / "tiny.toml", "--out", tmp_path / "run")
     assert (code, err) == (130, "interrupted\n")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "log.partial"}

@@ -75,6 +75,11 @@ def test_without_scikit_learn_the_install_line_is_printed(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_every_example_once_per_epoch(n: int, batch: int, shuffled: bool) -> None:
     batches = Batches(numbered(n), batch, generator=seeded(0) if shuffled else None)
+    if shuffled and n == 7:  # a last batch of one, which batch norm cannot take, is left out of training
+        drawn = [y.tolist() for _, y in batches]
+        assert [len(y) for y in drawn] == [3, 3]
+        assert len(batches) == 2
+        return
     for _ in range(3):
         drawn = list(batches)
         assert len(drawn) == len(batches) == -(-n // batch)
@@ -153,7 +158,6 @@ def test_processes_share_every_batch(processes: int) -> None:
 def test_parts_and_checksums_of_a_split_in_memory() -> None:
     split = numbered(9)
     assert split.tensors() == (split.x, split.y)
-    assert split.fitting() is split
     assert split.first(4).y.tolist() == [0, 1, 2, 3]
     assert len(split.first(100)) == 9
     others = [split.first(8), Split(split.x + 1, split.y), Split(split.x, split.y + 1), Split(split.x.T, split.y)]
@@ -221,12 +225,43 @@ def test_a_good_file(save: Callable[..., None], path: Path) -> None:
     data = load_dataset(str(path))
     assert data.name == "mine"
     assert data.classes == ("0", "1", "2", "3")  # the fourth is in the test part only
-    assert (len(data.train), len(data.validation), len(data.test)) == (36, 4, 6)
-    assert np.array_equal(torch.cat([data.train.x, data.validation.x]).numpy(), values["x_train"])
-    assert torch.cat([data.train.y, data.validation.y]).tolist() == values["y_train"].tolist()
+    assert (len(data.train), len(data.validation), len(data.test)) == (37, 3, 6)
+    assert data.validation.y.tolist() == [1, 2, 0]  # one of each class, the last
+    assert np.array_equal(data.train.x.numpy(), values["x_train"][:37])
+    assert np.array_equal(data.validation.x.numpy(), values["x_train"][37:])
     assert np.array_equal(data.test.x.numpy(), values["x_test"])
     assert data.test.y.tolist() == values["y_test"].tolist()
     assert data.input_range == (float(values["x_train"].min()), float(values["x_train"].max()))
+
+
+def test_a_file_sorted_by_class_is_validated_on_every_class(path: Path) -> None:
+    y = np.repeat(np.arange(4), 30)
+    np.savez(path, x_train=np.random.rand(120, 5), y_train=y, x_test=np.random.rand(4, 5), y_test=np.arange(4))
+    data = load_arrays(path)
+    assert data.validation.y.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert len(data.train) == 108
+
+
+def test_images_with_their_channels_last(path: Path) -> None:
+    values = arrays()
+    x = np.random.default_rng(1).random((40, 8, 6, 3))
+    np.savez(path, **{**values, "x_train": x, "x_test": x[:6]})
+    data = load_arrays(path)
+    assert data.shape == (3, 8, 6)
+    assert np.array_equal(data.test.x.numpy(), x[:6].transpose(0, 3, 1, 2).astype(np.float32))
+
+
+def test_a_file_may_have_validation_or_only_tests(path: Path) -> None:
+    values = arrays()
+    more = {"x_validation": values["x_test"][:2], "y_validation": values["y_test"][:2]}
+    np.savez(path, **values, **more)
+    data = load_arrays(path)
+    assert (len(data.train), len(data.validation), len(data.test)) == (40, 2, 6)
+    np.savez(path, x_test=values["x_test"], y_test=values["y_test"])
+    data = load_arrays(path)
+    assert (data.train, data.validation, len(data.test)) == (None, None, 6)
+    with pytest.raises(DataError, match="anybit train needs training data, and mine has none; let a function return"):
+        data.need("train", "anybit train")
 
 
 @pytest.mark.parametrize("x", ["u1", "i2", ">f4", "f8", "f2", "longdouble", "?"])
@@ -253,7 +288,10 @@ def test_any_real_numbers_will_do(x: str, y: str, path: Path) -> None:
         ({"x_train": np.zeros((40, 0, 4))}, "x_train must hold numbers"),
         ({"x_train": np.full((40, 1, 4, 4), "a")}, "x_train must hold numbers"),
         ({"x_train": np.zeros((40, 1, 4, 4), complex)}, "x_train must hold numbers"),
-        ({"x_test": np.zeros((6, 1, 5, 5))}, r"x_train has inputs of shape \(1, 4, 4\), x_test \(1, 5, 5\)"),
+        (
+            {"x_test": np.zeros((6, 1, 5, 5))},
+            r"x_train has inputs of shape \(1, 4, 4\), x_test has inputs of shape \(1, 5, 5\)",
+        ),
         ({"y_train": np.zeros(39, int)}, "x_train has 40 inputs, y_train has 39 labels"),
         ({"y_train": np.zeros((40, 10), int)}, "y_train must hold whole numbers in one dimension"),
         ({"y_train": np.zeros(40)}, "y_train must hold whole numbers in one dimension; got .* float64"),
@@ -360,7 +398,7 @@ def test_files_that_are_no_archive(tmp_path: Path) -> None:
         ("missing.npz", "no such file; an .npz file with x_train, y_train, x_test, y_test is expected here"),
         ("folder.npz", "not a whole .npz file"),
         ("text.npz", "not a whole .npz file"),
-        ("zip.npz", "lacks y_train, x_test, y_test"),
+        ("zip.npz", "not a whole .npz file"),
         ("array.npz", "not a whole .npz file"),
     ):
         refused(tmp_path / name, message)

@@ -10,7 +10,7 @@ from anybit import demo
 from anybit.common.progress import Advance
 from anybit.pages.rows import read_rows
 from anybit.spec import Bits
-from anybit.train.checkpoint import load_model
+from anybit.task.checkpoint import load_model
 from anybit.train.side_by_side import SideBySide, one_by_one
 
 FEW = tuple(Bits(w, a) for w in (32, 4, 2) for a in (32, 4, 2))

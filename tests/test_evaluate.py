@@ -125,7 +125,7 @@ def test_rows_say_what_was_measured() -> None:
         with net.at(weights=row.weights, activations=row.activations):
             logits, _ = predict(net, data)
         got = score(logits, labels)
-        assert (row.accuracy, row.loss) == (got.accuracy, got.loss)
+        assert (row.accuracy, row.loss) == (got.accuracy, pytest.approx(got.loss, rel=1e-12))
         assert row.kl == pytest.approx(kl_divergence(reference, logits), rel=1e-4)
     kls = [row.kl for row in rows if row.kl is not None]
     assert kls[0] < kls[1] < kls[2] < kls[3]
@@ -187,3 +187,165 @@ def test_a_loader_that_shuffles_is_refused_instead_of_scored_against_other_label
     net = anybit.prepare(network(), loader()[0][0], input_range=(0.0, 1.0), preset="paper")
     with pytest.raises(DataError, match="without shuffling"):
         anybit.sweep(net, Shuffled(), widths=WIDTHS)
+
+
+# Other metrics than accuracy
+
+
+def small_net(*layers: nn.Module, shape: tuple[int, ...] = (4, 1, 8, 8)) -> anybit.simulate.network.QuantizedNetwork:
+    torch.manual_seed(1)
+    model = warmed_up(nn.Sequential(*layers), lambda n: (torch.randn(n, *shape[1:]),))
+    return anybit.prepare(model, torch.randn(shape), input_range=(-4.0, 4.0))
+
+
+def segmenter() -> anybit.simulate.network.QuantizedNetwork:
+    return small_net(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 1))
+
+
+def regressor() -> anybit.simulate.network.QuantizedNetwork:
+    return small_net(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1), shape=(4, 6))
+
+
+def test_a_class_for_every_pixel_gives_mean_overlap_by_default_and_not_seventeen() -> None:
+    net, x = segmenter(), torch.randn(6, 1, 8, 8)
+    with net.at(weights=32, activations=32):
+        said = net(x).argmax(1)
+    labels = said.clone()
+    labels[:, :2] = (labels[:, :2] + 1) % 3
+    labels[:, 7] = 255  # nobody knows
+    (row,) = anybit.sweep(net, [(x[:4], labels[:4]), (x[4:], labels[4:])], widths=["FP"])
+    known = labels != 255
+    overlaps = []
+    for c in range(3):
+        a, b = (said == c) & known, (labels == c) & known
+        overlaps.append(float((a & b).sum() / (a | b).sum()))
+    assert row.metric == "mean IoU"
+    assert row.accuracy == pytest.approx(sum(overlaps) / 3, rel=1e-6)
+    assert (row.loss, row.kl, row.n) == (None, None, 6)
+    (pixels,) = anybit.sweep(net, [(x, labels)], widths=["FP"], metric="pixel accuracy")
+    assert pixels.accuracy == pytest.approx(5 / 7)
+
+
+def test_inputs_alone_are_compared_with_floating_point() -> None:
+    data = loader()
+    net = anybit.prepare(network(), data[0][0], input_range=(0.0, 1.0))
+    rows = anybit.sweep(net, [x for x, _ in data], widths=[(32, 32), (8, 8), (2, 2)])
+    assert [row.metric for row in rows] == ["agreement"] * 3
+    assert rows[0].accuracy == 1.0
+    assert rows[0].accuracy >= rows[1].accuracy > rows[2].accuracy
+    assert rows[2].loss is None
+    assert rows[2].kl is not None
+    reference, _ = predict(net, data)
+    with net.at(weights=2, activations=2):
+        narrow, _ = predict(net, data)
+    assert rows[2].accuracy == pytest.approx(float((reference.argmax(1) == narrow.argmax(1)).float().mean()))
+
+
+def test_a_regressor_says_what_it_needs_and_takes_it() -> None:
+    net = regressor()
+    x, y = torch.randn(20, 6), torch.randn(20)
+    with pytest.raises(DataError, match="have no accuracy; take metric='mean absolute error', metric="):
+        anybit.sweep(net, [(x, y)], widths=["W8A8"])
+    with net.at(weights=32, activations=32):
+        want = net(x)[:, 0].detach()
+    with net.at(weights=4, activations=4):
+        got = net(x)[:, 0].detach()
+    data = [(x[:15], y[:15]), (x[15:], y[15:])]
+    for metric, value in (
+        ("mean absolute error", (got - y).abs().mean()),
+        ("mean squared error", (got - y).square().mean()),
+        ("relative error", (got - want).norm() / want.norm()),
+        (lambda outputs, targets: float((outputs[:, 0] - targets).abs().mean()), (got - y).abs().mean()),
+        (lambda outputs, targets: (float((outputs[:, 0] - targets).abs().sum()), len(targets)), (got - y).abs().mean()),
+    ):
+        (row,) = anybit.sweep(net, data, widths=["W4A4"], metric=metric)
+        assert row.accuracy == pytest.approx(float(value), rel=1e-4)
+        assert row.metric == (metric if isinstance(metric, str) else "lambda")
+
+
+class Two(nn.Module):
+    """Two inputs, one output for each of three classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 8), nn.Linear(5, 8), nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.a(left) + self.b(right))))
+
+
+def test_batches_of_every_form() -> None:
+    x, y = torch.rand(12, 1, 8, 8), torch.arange(12) % 10
+    net = anybit.prepare(network(), x, input_range=(0.0, 1.0))
+    (want,) = anybit.sweep(net, [(x, y)], widths=["W8A8"])
+    names = [f"{i}.png" for i in range(12)]
+    for batch in (
+        (x, y, names),
+        [x, y],
+        {"image": x, "label": y},
+        {"labels": y, "pixel_values": x},
+        (x, nn.functional.one_hot(y, 10)),
+        (x, nn.functional.one_hot(y, 10).float()),
+        (x, y[:, None]),
+    ):
+        (row,) = anybit.sweep(net, [batch], widths=["W8A8"])
+        assert (row.accuracy, row.metric) == (want.accuracy, "accuracy")
+    both = (torch.randn(12, 4), torch.randn(12, 5))
+    labels = torch.arange(12) % 3
+    model = Two().eval()
+    by_place = anybit.prepare(model, both, calibration=[(both, labels)])
+    named = {"left": both[0], "right": both[1]}
+    by_name = anybit.prepare(model, named, calibration=[named])
+    rows = [
+        anybit.sweep(by_place, [batch], widths=["W8A8"])[0].accuracy
+        for batch in ((*both, labels), (both, labels), (*both, labels, names))
+    ]
+    rows += [anybit.sweep(by_name, [{"right": both[1], "left": both[0], "y": labels}], widths=["W8A8"])[0].accuracy]
+    assert len(set(rows)) == 1
+    with pytest.raises(DataError, match="takes inputs called left, right: name them alike"):
+        anybit.sweep(by_name, [{"first": both[0], "second": both[1], "y": labels}], widths=["W8A8"])
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = torch.relu(self.norm(self.conv(x)))
+        return {"boxes": y.mean((2, 3)), "scores": y.amax((2, 3))}
+
+
+def test_a_detector_says_what_it_needs_and_takes_it() -> None:
+    net = anybit.prepare(Detector().eval(), torch.randn(2, 1, 8, 8), input_range=(-4.0, 4.0))
+    data = [(torch.randn(3, 1, 8, 8), [{"boxes": 1}] * 3)]
+    with pytest.raises(DataError, match=r"as detectors do, which has no accuracy; pass metric="):
+        anybit.sweep(net, data, widths=["W8A8"])
+
+    def found(outputs: dict[str, Tensor], targets: list[object]) -> tuple[float, int]:
+        return float((outputs["scores"] > 0).float().mean(1).sum()), len(targets)
+
+    (row,) = anybit.sweep(net, data, widths=["W8A8"], metric=found)
+    assert (row.metric, row.n) == ("found", 3)
+
+
+def test_what_cannot_be_measured_is_said_in_a_sentence() -> None:
+    data = loader()
+    net = anybit.prepare(network(), data[0][0], input_range=(0.0, 1.0))
+    x, y = data[0]
+    with pytest.raises(DataError, match=r"convert labels with y.long\(\) if they are classes"):
+        anybit.sweep(net, [(x, y.float())], widths=["W8A8"])
+    with pytest.raises(DataError, match="accuracy needs targets, and the loader has none"):
+        anybit.sweep(net, [x], widths=["W8A8"], metric="accuracy")
+    with pytest.raises(SpecError, match="did you mean 'agreement'"):
+        anybit.sweep(net, data, widths=["W8A8"], metric="agrement")
+    with pytest.raises(SpecError, match="a metric returns a number, or a sum and a count"):
+        anybit.sweep(net, data, widths=["W8A8"], metric=lambda outputs, targets: "good")
+    with pytest.raises(SpecError, match=r"sweep takes a network from anybit.prepare\(.*\), got SmallConvNet"):
+        anybit.sweep(network(), data, widths=["W8A8"])  # type: ignore[arg-type]
+    for widths in (4, [4], Bits(4, 4), [(4, 4, 4)]):
+        with pytest.raises(SpecError, match=r'such as \[\(8, 8\), \(4, 4\)\] or "W8A8 W4A4"'):
+            anybit.sweep(net, data, widths=widths)  # type: ignore[arg-type]
+    rows = [anybit.sweep(net, data, widths=widths)[0] for widths in ("W4A4", ["4,4"], [(4, 4)])]  # type: ignore[arg-type]
+    assert rows[0] == rows[1] == rows[2]

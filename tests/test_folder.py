@@ -20,17 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from anybit.artifact.pictures import read_picture
 from anybit.data import Batches, Dataset, Split, base, load_dataset
-from anybit.data.base import ImageAugment, Lazy, shift
 from anybit.data.folder import (
-    CentreCrop,
     Images,
     RandomCrop,
-    decode,
     find_images,
     load_folder,
-    normalize,
-    pixel_range,
     set_apart,
     usual_workers,
 )
@@ -137,7 +133,7 @@ def test_every_class_is_validated_on(made: Path) -> None:
     data = small(made)
     assert Counter(data.validation.y.tolist()) == dict.fromkeys(range(4), 2)
     names = [f"train/{name}/{number}" for name, count in (("a", 2), ("b", 74), ("c", 2000)) for number in range(count)]
-    train, validation = set_apart(names)
+    train, validation = set_apart(names, 25, 50)
     assert Counter(name.split("/")[1] for name in validation) == {"a": 1, "b": 2, "c": 50}
     assert sorted(train + validation) == sorted(names)
 
@@ -166,7 +162,7 @@ def test_a_folder_is_a_data_set_by_its_path(made: Path, monkeypatch: pytest.Monk
     data = load_dataset(str(made))
     assert data.shape == (3, 224, 224)
     assert data.train.x[:2].shape == (2, 3, 224, 224)
-    assert data.augment == RandomCrop(224)
+    assert data.augment == RandomCrop((224, 224))
     monkeypatch.chdir(made.parent)
     assert load_dataset("small").classes == data.classes
     with pytest.raises(DataError, match=r"^data/imagenet: no such folder; images by class are expected here"):
@@ -176,33 +172,10 @@ def test_a_folder_is_a_data_set_by_its_path(made: Path, monkeypatch: pytest.Monk
 # What is cut out, and what becomes of the pixels
 
 
-@pytest.mark.parametrize("shape", [(500, 375), (375, 500), (256, 256), (33, 47), (1000, 31), (24, 24), (5, 3)])
-@pytest.mark.parametrize(("resize", "size"), [(256, 224), (32, 24), (24, 24), (33, 24)])
-def test_the_middle_is_that_of_the_resized_image(shape: tuple[int, int], resize: int, size: int) -> None:
-    width, height = shape
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
-    fast = np.asarray(CentreCrop(resize, size)(image)).astype(int)
-    # The slow way, step by step.
-    if width <= height:
-        whole = image.resize((resize, int(resize * height / width)), Image.Resampling.BILINEAR)
-    else:
-        whole = image.resize((int(resize * width / height), resize), Image.Resampling.BILINEAR)
-    left, top = round((whole.width - size) / 2), round((whole.height - size) / 2)
-    slow = np.asarray(whole.crop((left, top, left + size, top + size))).astype(int)
-    assert fast.shape == (size, size, 3)
-    assert np.abs(fast - slow).max() <= 2  # of 255: Pillow keeps the box in single precision
-    assert np.abs(fast - slow).mean() < 0.3
-
-
-def test_a_very_long_image_takes_no_memory_for_what_is_cut_off() -> None:
-    image = Image.new("RGB", (60_000, 2), (10, 20, 30))  # resized as a whole it would have 6 GB
-    assert np.asarray(CentreCrop(256, 224)(image))[100, 100].tolist() == [10, 20, 30]
-
-
 @pytest.mark.parametrize("shape", [(500, 375), (64, 64), (40, 90)])
 def test_random_rectangles_are_inside_and_as_large_and_as_square_as_they_should(shape: tuple[int, int]) -> None:
     width, height = shape
-    random, crop = Random(0), RandomCrop(24)
+    random, crop = Random(0), RandomCrop((24, 24))
     areas, ratios, lefts = [], [], set()
     for _ in range(2000):
         left, top, right, bottom = crop.box(width, height, random)
@@ -222,67 +195,23 @@ def test_random_rectangles_are_inside_and_as_large_and_as_square_as_they_should(
 
 
 def test_an_image_too_long_for_any_rectangle_gives_its_middle() -> None:
-    assert RandomCrop(24).box(1000, 30, Random(0)) == (480, 0, 520, 30)
-    assert RandomCrop(24).box(30, 1000, Random(0)) == (0, 480, 30, 520)
-    assert RandomCrop(24).box(1, 1, Random(0)) == (0, 0, 1, 1)
+    assert RandomCrop((24, 24)).box(1000, 30, Random(0)) == (480, 0, 520, 30)
+    assert RandomCrop((24, 24)).box(30, 1000, Random(0)) == (0, 480, 30, 520)
+    assert RandomCrop((24, 24)).box(1, 1, Random(0)) == (0, 0, 1, 1)
 
 
 def test_half_of_the_images_are_mirrored() -> None:
     ramp = np.broadcast_to(np.arange(0, 250, 5, dtype=np.uint8)[None, :, None], (50, 50, 3))
     image, random = Image.fromarray(ramp.copy()), Random(0)
-    rows = [np.asarray(RandomCrop(8)(image, random))[4, :, 0].astype(int) for _ in range(400)]
+    rows = [np.asarray(RandomCrop((8, 8))(image, random))[4, :, 0].astype(int) for _ in range(400)]
     assert all((np.diff(row) > 0).all() or (np.diff(row) < 0).all() for row in rows)
     assert 0.4 < np.mean([row[0] > row[-1] for row in rows]) < 0.6
-
-
-def test_pixels_are_normalized_as_usual() -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
-    out = np.empty((3, 5, 7), np.float32)
-    normalize(pixels, out)
-    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
-    want = ((pixels / 255 - mean) / std).transpose(2, 0, 1)
-    assert np.abs(out - want).max() < 1e-6
-    assert pixel_range() == pytest.approx((-0.485 / 0.229, (1 - 0.406) / 0.225), abs=1e-6)
 
 
 def test_nothing_falls_out_of_the_range_that_is_promised(made: Path) -> None:
     data = small(made)
     for x in (data.validation.x[:], torch.cat([x for x, _ in drawn(data)])):
         assert data.input_range[0] <= float(x.min()) < float(x.max()) <= data.input_range[1]
-
-
-def test_what_is_not_stored_in_three_colours_is_converted(tmp_path: Path) -> None:
-    colour = (200, 100, 50)
-    plain = Image.new("RGB", (8, 8), colour)
-    clear = plain.convert("P")
-    clear.info["transparency"] = b"\x00\xff"
-    transparent = plain.convert("RGBA")
-    transparent.putalpha(9)
-    deep = Image.fromarray(np.full((8, 8), 200 * 256 + 7, np.uint16))
-    for name, image, want in (
-        ("grey.jpeg", plain.convert("L"), (124, 124, 124)),
-        ("cmyk.jpg", plain.convert("CMYK"), colour),
-        ("palette.png", plain.convert("P"), None),
-        ("clear.png", clear, None),
-        ("alpha.png", transparent, colour),
-        ("alpha.webp", transparent, None),
-        ("bits.png", plain.convert("1"), None),
-        ("deep.png", deep, (200, 200, 200)),
-        ("plain.bmp", plain, colour),
-    ):
-        image.save(tmp_path / name)
-        found = decode(tmp_path / name)
-        assert found.mode == "RGB"
-        assert found.size == (8, 8)
-        if want is not None:
-            assert np.abs(np.asarray(found).astype(int) - want).max() <= 3, name
-    # A name says nothing about what is in a file.
-    plain.save(tmp_path / "png.JPEG", "PNG")
-    assert np.array_equal(np.asarray(decode(tmp_path / "png.JPEG")), np.asarray(plain))
-    for kind in ("TIFF", "EPS", "PDF"):  # Pillow would start a program to read the second
-        plain.save(tmp_path / "other.JPEG", kind)
-        with pytest.raises(DataError, match="is no picture of a known type"):
-            decode(tmp_path / "other.JPEG")
 
 
 def test_the_odd_ones_are_read_like_the_others(made: Path) -> None:
@@ -333,10 +262,21 @@ def test_augmented_images_are_parts_of_their_image(made: Path) -> None:
     seed = int(torch.randint(2**62, (), generator=generator))
     (first, _), *_ = drawn(data, seed=2, batch=8)
     for place, found in zip(order[:8].tolist(), first, strict=True):
-        image = decode(made / images(data.train).names[place])
-        out = np.empty((3, 24, 24), np.float32)
-        normalize(np.asarray(RandomCrop(24)(image, Random((seed << 64) + place))), out)
-        assert np.array_equal(found.numpy(), out)
+        image = read_picture(made / images(data.train).names[place]).convert("RGB")
+        pixels = np.asarray(RandomCrop((24, 24))(image, Random((seed << 64) + place)))
+        assert np.array_equal(found.numpy(), images(data.train).how.normalize(pixels))
+
+
+def test_what_is_measured_is_what_is_run(made: Path) -> None:
+    data = load_folder(made, size=28)
+    how = images(data.test).how
+    assert how == data.preprocessing
+    assert (how.size, how.labels) == ((28, 28), data.classes)
+    names = [name for name in images(data.test).names if name != BROKEN[1]][:3]
+    for name in names:
+        place = images(data.test).names.index(name)
+        want = how(read_picture(made / name))[0]
+        assert np.array_equal(data.test.x[place : place + 1][0].numpy(), want)
 
 
 def test_a_pass_can_be_taken_up_where_it_was_left(made: Path) -> None:
@@ -404,17 +344,17 @@ def test_broken_files_are_left_out_of_evaluation(made: Path, sound: Path, caplog
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
-def test_in_training_another_image_of_the_class_stands_in(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_in_training_the_next_image_stands_in(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = small(made)
     split = data.train if BROKEN[0] in images(data.train).names else data.validation
     place = images(split).names.index(BROKEN[0])
     order = torch.randperm(len(split), generator=seeded(4)).tolist()
     pairs = list(Batches(split, 32, generator=seeded(4)))
     x, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    assert y.tolist() == split.y[order].tolist()
-    behind = [n for n in range(len(split)) if split.y[n] == split.y[place]]
-    stand_in = behind[(behind.index(place) + 1) % len(behind)]
+    assert len(y) == len(split)  # batches keep their size
+    stand_in = (place + 1) % len(split)
     assert torch.equal(x[order.index(place)], x[order.index(stand_in)])
+    assert y[order.index(place)] == split.y[stand_in]  # with its own label
     assert torch.equal(split.x[place : place + 1], split.x[stand_in : stand_in + 1])
     for _ in Batches(split, 32, generator=seeded(5)):
         pass
@@ -442,18 +382,17 @@ print(sum(len(y) for split in splits for _, y in Batches(split, 32)))
     assert len(lines) == 4
 
 
-def test_a_class_without_a_whole_file(sound: Path, tmp_path: Path) -> None:
+def test_a_split_without_a_whole_file(sound: Path, tmp_path: Path) -> None:
     root = tmp_path / "gone"
     shutil.copytree(sound, root)
-    for file in (root / "train" / "sea").iterdir():
-        file.write_bytes(file.read_bytes()[:100])
+    for name in ("sea", "leaf", "apple", "stone"):
+        for file in (root / "train" / name).iterdir():
+            file.write_bytes(file.read_bytes()[:100])
     data = small(root)
-    with pytest.raises(DataError, match=r"gone/train/sea: no image of this split can be read; put whole files there$"):
+    with pytest.raises(DataError, match=r"gone: no image of this split can be read; put whole files there$"):
         drawn(data)
     assert decoding() == []
-    for x, y in Batches(data.train, 16):  # evaluation goes on with what there is
-        assert len(x) == len(y) > 0
-        assert data.classes.index("sea") not in y.tolist()
+    assert list(Batches(data.train, 16)) == []
 
 
 def test_a_file_that_vanishes_counts_as_broken(sound: Path, tmp_path: Path) -> None:
@@ -500,7 +439,7 @@ def refused(path: Path) -> str:
     text = str(caught.value)
     assert text.startswith(f"{path}: ")
     assert len(text.splitlines()) == 1
-    assert text.endswith("images by class are expected here, as train/CLASS/*.JPEG and val/CLASS/*.JPEG")
+    assert text.endswith("as train/CLASS/*.JPEG and val/CLASS/*.JPEG, or as CLASS/*.JPEG")
     return text
 
 
@@ -526,15 +465,12 @@ def test_all_problems_of_a_folder_are_told_at_once(tiny: Path) -> None:
 
 def test_folders_without_the_layout(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    text = refused(tmp_path / "empty")
-    assert "train/ cannot be read (No such file or directory)" in text
-    assert "val/ cannot be read (No such file or directory)" in text
+    assert "has no folder of a class" in refused(tmp_path / "empty")
     (tmp_path / "flat" / "train").mkdir(parents=True)
     picture("sea", 0).save(tmp_path / "flat" / "train" / "0.jpg")
     assert "train/ has no folder of a class" in refused(tmp_path / "flat")
-    (tmp_path / "half").mkdir()
-    shutil.copytree(tiny / "train", tmp_path / "half" / "train")
-    assert "half: val/ cannot be read" in refused(tmp_path / "half")
+    (tmp_path / "few" / "a").mkdir(parents=True)
+    assert "classes with less than 3 images: a" in refused(tmp_path / "few")
     assert "no such folder" in refused(tmp_path / "nowhere" / "at" / "all")
 
 
@@ -573,12 +509,6 @@ def test_settings_that_cannot_be(tiny: Path) -> None:
     data = load_folder(tiny, resize=8, size=8)
     with pytest.raises(DataError, match="pass generator="):
         Batches(data.train, 2, augment=data.augment)
-    with pytest.raises(DataError, match="not for these inputs"):
-        Batches(data.train, 2, augment=shift(1), generator=seeded(0))
-    in_memory = Split(torch.zeros(4, 1), torch.zeros(4))
-    with pytest.raises(DataError, match="not for these inputs"):
-        Batches(in_memory, 2, augment=data.augment, generator=seeded(0))
-    assert isinstance(data.augment, ImageAugment)
 
 
 def test_without_pillow_the_install_line_is_printed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,7 +530,7 @@ def test_threads_are_shared_by_the_processes_of_a_machine(monkeypatch: pytest.Mo
 def test_a_part_of_a_split_is_not_decoded(made: Path, sound: Path) -> None:
     data = small(sound)
     part = data.train.first(10)
-    assert isinstance(part.x, Lazy)
+    assert isinstance(part.x, Images)
     assert part.x.shape == (10, 3, 24, 24)
     assert torch.equal(part.x[:], data.train.x[:10])
     assert torch.equal(part.y, data.train.y[:10])
@@ -618,9 +548,6 @@ def test_all_inputs_at_once_if_there_is_room(made: Path, sound: Path, monkeypatc
     monkeypatch.setattr(base, "MOST_BYTES", 4 * 3 * 24 * 24 * 10)
     with pytest.raises(DataError, match=r"231 inputs of shape \(3, 24, 24\) take .*; take a part of them"):
         data.train.tensors()
-    x, y = data.train.fitting().tensors()
-    assert torch.equal(x, data.train.x[:10])
-    assert torch.equal(y, data.train.y[:10])
 
 
 def test_not_one_file_can_be_read(tiny: Path) -> None:
@@ -639,6 +566,43 @@ def test_a_checksum_tells_data_apart(made: Path, sound: Path) -> None:
     others.append(Split(data.train.x, data.train.y.flip(0)))
     assert len({data.train.digest(), *(split.digest() for split in others)}) == 6
     assert data.skipped == ()  # nothing was decoded for it
+
+
+def test_a_checksum_changes_with_what_is_in_a_file(sound: Path, tmp_path: Path) -> None:
+    root = tmp_path / "changing"
+    shutil.copytree(sound, root)
+    before = small(root).train.digest()
+    assert small(root).train.digest() == before
+    picture("sea", 999).save(root / "train" / "apple" / "010.JPEG")  # the same name
+    assert small(root).train.digest() != before
+
+
+@pytest.mark.parametrize(
+    ("parts", "sizes"),
+    [
+        ({"": 20}, (32, 4, 4)),  # class folders alone: a tenth of each for validation, a tenth for the test
+        ({"train": 20, "val": 4, "test": 3}, (40, 8, 6)),
+        ({"train": 20, "test": 3}, (38, 2, 6)),
+        ({"train": 20, "val": 4}, (38, 2, 8)),
+        ({"train": 20}, (38, 2, None)),
+        ({"val": 4}, (None, None, 8)),
+        ({"test": 4}, (None, None, 8)),
+    ],
+)
+def test_every_way_to_lay_out_a_folder(parts: dict[str, int], sizes: tuple[int | None, ...], tmp_path: Path) -> None:
+    for part, count in parts.items():
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for number in range(count):
+                picture("sea", number).save(tmp_path / part / name / f"{number}.jpg")
+    data = load_folder(tmp_path, size=12)
+    found = [None if split is None else len(split) for split in (data.train, data.validation, data.test)]
+    assert tuple(found) == sizes
+    assert (data.classes, data.shape) == (("a", "b"), (3, 12, 12))
+    for split in (data.train, data.validation, data.test):
+        assert split is None or set(split.y.tolist()) == {0, 1}  # every class is everywhere
+    names = [name for split in (data.train, data.validation, data.test) if split for name in images(split).names]
+    assert len(set(names)) == len(names)
 
 
 # Training from a folder

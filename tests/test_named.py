@@ -23,7 +23,7 @@ def load():
     return load_dataset("digits")
 
 def wrong():
-    return [1, 2]
+    return 5
 """
 
 
@@ -73,5 +73,7 @@ def test_code_that_is_not_there_is_one_clear_line(name: str, message: str) -> No
 
 @pytest.mark.usefixtures("here")
 def test_what_is_no_data_set_is_refused() -> None:
-    with pytest.raises(DataError, match=r"wrong: must return an anybit.data.Dataset, returned list"):
+    with pytest.raises(
+        DataError, match=r"wrong: must return one loader, or the loaders \(train, test\) or .*; returned"
+    ):
         load_dataset("my_own_data.py:wrong", code=True)

@@ -97,7 +97,7 @@ def test_without_torch_the_light_half_works() -> None:
     assert done.stdout == "W4A8 QuantSpec(bits=4, symmetric=True, signed=True, axis=None)\n"
 
 
-RUNTIME = {"adopt", "export", "load", "report"}
+RUNTIME = {"adopt", "export", "load", "reconstruct", "report"}
 """Public names that load on first use, but need no PyTorch."""
 
 
@@ -249,7 +249,7 @@ except ImportError:
 
 ROOMS = (
     "errors", "common", "spec", "policy", "graph", "plan", "artifact", "simulate", "objectives", "models", "data",
-    "evaluate", "train", "pages", "serve", "demo", "cli", "__main__",
+    "evaluate", "task", "train", "pages", "serve", "demo", "cli", "__main__",
 )  # fmt: skip
 """Every room, in the order in which they know of each other: a room imports only rooms that stand before it."""
 

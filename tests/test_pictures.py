@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_feeding import read_one
 
-from anybit.artifact.pictures import LARGEST, MOST_SCANS, count_scans, decode, read_array, read_inputs
+from anybit.artifact.arrays import read_array
+from anybit.artifact.pictures import LARGEST, MOST_SCANS, count_scans, decode
 from anybit.errors import DataError
 
 Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
@@ -62,7 +64,7 @@ def test_no_other_reader_of_pillow_is_tried_whatever_the_name(kind: str, tmp_pat
     path = tmp_path / "a.png"
     path.write_bytes(encoded(Image.new("RGB", (8, 8)), kind))
     with pytest.raises(DataError, match=r"a\.png: is no picture of a known type"):
-        list(read_inputs([path], (3, 8, 8)))
+        read_one(path, (3, 8, 8))
 
 
 def progressive(side: int, scans: int) -> bytes:
@@ -137,7 +139,7 @@ def test_arrays_that_are_none_are_refused_in_a_sentence(name: str, tmp_path: Pat
     path = tmp_path / "a.npy"
     path.write_bytes(BAD[name])
     with pytest.raises(DataError) as caught:
-        list(read_inputs([path], (1, 2, 2)))
+        read_one(path, (1, 2, 2))
     assert str(caught.value).startswith(f"{path}: ")
     assert len(str(caught.value)) < 500 + len(str(path))
     assert len(str(caught.value).splitlines()) == 1
@@ -147,7 +149,7 @@ def test_arrays_that_are_none_are_refused_in_a_sentence(name: str, tmp_path: Pat
 def test_arrays_of_all_numbers_are_taken(kind: str, tmp_path: Path) -> None:
     want = np.array([[[0, 1], [1, 0]]])
     np.save(tmp_path / "a.npy", want.astype(kind))
-    ((_, found),) = read_inputs([tmp_path / "a.npy"], (1, 2, 2))
+    found = read_one(tmp_path / "a.npy", (1, 2, 2))
     assert found.dtype == np.float32
     assert np.array_equal(found[0], want)
     assert np.array_equal(read_array(tmp_path / "a.npy"), want)

@@ -12,7 +12,7 @@ from anybit.data import DATASETS
 from anybit.errors import RecipeError, SpecError
 from anybit.models import MODELS
 from anybit.spec import Bits
-from anybit.train.checkpoint import check_room
+from anybit.task.checkpoint import check_room
 from anybit.train.recipe import FLAGSHIP, PenaltyRecipe, Recipe, load_recipe, parse_recipe
 
 RECIPES = Path(__file__).parents[1] / "src" / "anybit" / "recipes"
@@ -129,11 +129,15 @@ def test_the_two_digits_recipes_belong_together() -> None:
         ('[model]\nname = "small-conv"\nmultiplier = 2', 'model = "small"', "'model' must be a table ([model]), got"),
         # one of a few
         ('norm = "l2"', 'norm = "l3"', "'penalty.norm' must be one of l1, l2; got 'l3'"),
-        ('name = "adam"', 'name = "adm"', "'optimizer.name' must be one of sgd, adam; got 'adm'; did you mean 'adam'?"),
+        (
+            'name = "adam"',
+            'name = "adm"',
+            "'optimizer.name' must be one of sgd, adam, adamw; got 'adm'; did you mean 'adam'?",
+        ),
         ('schedule = "constant"', "schedule = 3", "'optimizer.schedule' must be one of cosine, constant; got 3"),
         # missing keys
         ("epochs = 3", "", "missing key 'epochs'"),
-        ('name = "small-conv"', "", "missing key 'model.name'"),
+        ('name = "small-conv"', "", "model.name is for a network of anybit, factory ="),
         ('[data]\nname = "digits"\nbatch = 32\naugment = false', "", "missing key 'data'"),
         # out of range
         ("epochs = 3", "epochs = 0", "epochs must be above zero, got 0"),

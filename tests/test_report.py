@@ -472,3 +472,41 @@ def test_the_verb_puts_runs_side_by_side_and_opens_the_page(
     report(one, "--open")
     assert capsys.readouterr().out == f"{one / 'report.html'}\n"
     assert opened == [(one / "report.html").as_uri()]
+
+
+def test_a_page_about_an_error_has_no_percent_and_lower_is_better() -> None:
+    def rows(label: str, values: dict[int, float]) -> tuple[Row, ...]:
+        return tuple(
+            Row(label, 0, b, b, accuracy=v, loss=None, n=9, metric="relative error") for b, v in values.items()
+        )
+
+    files = [
+        RowFile("a", rows("plain", {32: 0.0, 8: 0.01, 4: 2.5}), {}),
+        RowFile("b", rows("tuned", {32: 0.0, 8: 0.02, 4: 0.5}), {}),
+    ]
+    text = page.render(files)
+    head = re.search(r"<h1[^>]*>(.*?)</h1>", text, re.S)
+    assert head is not None
+    assert "At W4A4: relative error 2.5 becomes 0.5" in head[1]
+    body = text[text.index("</style>") : text.index("<script")]
+    assert "accuracy" not in body.lower()
+    words = re.sub(r"<[^>]*>", " ", body)
+    assert "%" not in words
+    assert "points" not in words
+    assert '<em class="better">−2</em>' in text  # less of an error
+    assert '<em class="worse">+0.01</em>' in text
+    with pytest.raises(SpecError, match="rows of accuracy and of relative error do not belong on one page"):
+        page.render([*files, RowFile("c", (Row("x", 0, 4, 4, accuracy=0.5, loss=1.0, n=9),), {})])
+
+
+def test_rows_of_any_metric_are_written_and_read_and_old_ones_too(tmp_path: Path) -> None:
+    row = Row("a", 0, 4, 4, accuracy=17.5, loss=None, n=9, metric="mean absolute error")
+    write_rows(tmp_path / "rows.json", RowFile("t", (row,), {}))
+    assert read_rows(tmp_path / "rows.json").rows == (row,)
+    values = json.loads((tmp_path / "rows.json").read_text())
+    old = {"label": "a", "seed": 0, "weights": 4, "activations": 4, "accuracy": 0.5, "loss": 1.0, "n": 9}
+    (tmp_path / "rows.json").write_text(json.dumps({**values, "rows": [old]}))
+    assert read_rows(tmp_path / "rows.json").rows[0].metric == "accuracy"
+    (tmp_path / "rows.json").write_text(json.dumps({**values, "rows": [{**old, "accuracy": 17.0}]}))
+    with pytest.raises(FileError, match=r"accuracy of a row is from 0 to 1, got 17.0"):
+        read_rows(tmp_path / "rows.json")

@@ -26,10 +26,11 @@ from anybit.cli import main
 from anybit.data import Dataset, Split, load_dataset
 from anybit.errors import CheckpointError, FileError
 from anybit.models import build_model
-from anybit.train.checkpoint import digest_of, read_checkpoint, read_tensors, write_tensors
+from anybit.task.checkpoint import digest_of, read_checkpoint, read_tensors, write_tensors
+from anybit.train.keeper import Stop
 from anybit.train.loop import train
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
-from anybit.train.resume import FORMAT, Stop, differences
+from anybit.train.resume import FORMAT, differences
 from anybit.train.run import RunFolder
 
 TINY = Recipe(
@@ -176,7 +177,7 @@ def test_what_would_break_if_a_part_of_the_state_were_left_out(tmp_path: Path) -
 
 def test_the_state_is_saved_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("anybit.train.resume.time.monotonic", lambda: now)
+    monkeypatch.setattr("anybit.train.keeper.time.monotonic", lambda: now)
     sizes: list[list[str]] = []
 
     def progress(more: int) -> None:

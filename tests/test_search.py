@@ -68,7 +68,7 @@ class Scores:
         self.stop_at: float | None = None
         self.error: BaseException = KeyboardInterrupt()
 
-    def __call__(self, recipe: Recipe, data: Dataset, knob: Knob, value: float) -> float:
+    def __call__(self, recipe: Recipe, data: Dataset, knob: Knob, value: float, *, device: Any = None) -> float:
         if value == self.stop_at:
             self.stop_at = None
             raise self.error
@@ -246,7 +246,7 @@ def test_a_real_search_from_tracking_to_choice(tmp_path: Path) -> None:
 def test_trials_are_short_and_see_a_part_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int, float]] = []
 
-    def look(recipe: Recipe, data: Dataset, knob: Knob, value: float) -> float:
+    def look(recipe: Recipe, data: Dataset, knob: Knob, value: float, *, device: Any) -> float:
         seen.append((recipe.epochs, len(data.train), knob.apply(recipe, value).optimizer.lr))
         return -abs(value - 0.03)
 
@@ -293,7 +293,7 @@ def test_the_step_above_the_winner_is_halved_as_often_as_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     knob = Knob(("penalty.kurtosis",), (0.01, 0.1, 1.0))
-    monkeypatch.setattr(module, "try_value", lambda recipe, data, knob, value: 0.9 if value <= 0.2 else 0.5)
+    monkeypatch.setattr(module, "try_value", lambda recipe, data, knob, value, device: 0.9 if value <= 0.2 else 0.5)
     seen: list[float] = []
     found = search(
         TINY, digits(), knob, storage=storage(tmp_path), finer=3, on_trial=lambda value, _: seen.append(value)
@@ -335,7 +335,7 @@ def test_tracking_is_done_once_for_all(tmp_path: Path, monkeypatch: pytest.Monke
     fake(monkeypatch, dict.fromkeys((0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3), 0.9) | {0.1: 0.5})
     tracks: list[str] = []
 
-    def track_once(recipe: Recipe, data: Dataset, knob: Knob) -> Tracked:
+    def track_once(recipe: Recipe, data: Dataset, knob: Knob, *, device: Any) -> Tracked:
         tracks.append(recipe.name)
         return Tracked(0.5 * 10 ** len(tracks), 500.0)  # on another machine it might come out differently
 
@@ -418,7 +418,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, monkeypatch
 
 
 def test_the_command_says_when_the_winner_is_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "try_value", lambda recipe, data, knob, value: value)
+    monkeypatch.setattr(module, "try_value", lambda recipe, data, knob, value, device: value)
     words = ("--vary", "optimizer.lr", "--values", "0.01", "--storage", storage(tmp_path))
     result = run(str(save(tmp_path, TINY)), *words)
     assert "end of what was tried" in result.output

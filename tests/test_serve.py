@@ -25,11 +25,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from test_artifact_small import MODEL, header_with, small_master
+from test_feeding import read_one
 
 from anybit.artifact.bench import footprint
+from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import Header
+from anybit.artifact.inputs import Input
 from anybit.artifact.master import write_master
-from anybit.artifact.pictures import read_inputs
 from anybit.artifact.session import load
 from anybit.cli.serve import make_app, this_machine
 from anybit.errors import DataError, MissingDependency, SpecError
@@ -56,6 +58,7 @@ def encoded(kind: str = "PNG", pixels: Any = PIXELS, **settings: Any) -> bytes:
 
 
 PNG = encoded()
+COLOUR = [Input("x", np.dtype(np.float32), (0, 3, 6, 6))], Preprocessing().settled((0, 3, 6, 6))
 
 
 class Reply(NamedTuple):
@@ -157,7 +160,7 @@ def expected(master: Path, path: Path, bits: Bits) -> Any:
     """Return the probabilities that the session itself gives for a file."""
     session = load(master)
     session.set_bits(weights=bits.weights, activations=bits.activations)
-    ((_, x),) = read_inputs([path], (1, 6, 6), **ABOUT["input"])  # type: ignore[arg-type]
+    x = read_one(path, (1, 6, 6), mean=(0.5,), std=(0.2,))
     parts = np.exp(session.run(x)[0].astype(np.float64))
     return parts / parts.sum()
 
@@ -196,7 +199,9 @@ def test_every_answer_has_the_headers_that_keep_it_in(ask: Client) -> None:
 
 def test_what_the_page_knows_of_the_model(ask: Client) -> None:
     about = ask("about").json
-    assert (about["name"], about["shape"], about["classes"]) == ("model.onnx", [1, 6, 6], 3)
+    assert (about["name"], about["takes"], about["classes"]) == ("model.onnx", "6 x 6 pixels, grey", 3)
+    assert about["pictures"]
+    assert about["types"][-3:] == ["image/webp", ".npy", ".npz"]
     assert about["widths"] == [2, 3, 4, 5, 6, 7, 8, 32]
     assert about["measured"] == {"W4A8": 0.75}
     assert len(about["examples"]) == 24
@@ -237,14 +242,16 @@ def test_a_prediction_is_what_the_session_gives(
 def test_the_picture_that_comes_back_is_what_went_in(channels: int, master: Path, tmp_path: Path) -> None:
     """With the normalization undone, and in the network's own size."""
     model = make_app(master).model
-    x = np.random.default_rng(0).random((1, channels, 5, 7), np.float32)
-    model.mean, model.std = (0.3, 0.4, 0.5)[:channels], (0.2, 0.3, 0.1)[:channels]
-    normal = (x - np.reshape(model.mean, (1, -1, 1, 1))) / np.reshape(model.std, (1, -1, 1, 1))
-    picture = image.open(io.BytesIO(model.seen(normal.astype(np.float32))))
-    assert (picture.size, picture.mode) == ((7, 5), {1: "L", 3: "RGB"}[channels])
-    got = np.asarray(picture).reshape(5, 7, channels).transpose(2, 0, 1)
-    assert np.abs(got - 255 * x[0]).max() <= 0.51
-    outside = np.asarray(image.open(io.BytesIO(model.seen(10 * np.sign(normal).astype(np.float32)))))
+    model.how = Preprocessing(mean=(0.3, 0.4, 0.5)[:channels], std=(0.2, 0.3, 0.1)[:channels], scale="-1-1").settled(
+        (0, channels, 5, 7)
+    )
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, channels), np.uint8)
+    normal = model.how.normalize(pixels)[None]
+    seen, size = model.seen(normal)
+    picture = image.open(io.BytesIO(seen))
+    assert (picture.size, picture.mode, size) == ((7, 5), {1: "L", 3: "RGB"}[channels], (5, 7))
+    assert np.array_equal(np.asarray(picture).reshape(5, 7, channels), pixels)
+    outside = np.asarray(image.open(io.BytesIO(model.seen(99 * np.sign(normal))[0])))
     assert set(outside.ravel().tolist()) <= {0, 255}  # beyond black and white there is nothing to show
 
 
@@ -301,9 +308,38 @@ def test_a_network_that_ends_in_a_softmax_has_said_its_confidence(tmp_path: Path
     assert sum(guess.confidence for guess in plain.guesses) == pytest.approx(1)
 
 
-def test_without_names_classes_are_numbers(tmp_path: Path) -> None:
-    guesses = make_app(small_master(tmp_path)).model.predict(PNG, Bits(8, 8)).guesses
-    assert sorted(guess.label for guess in guesses) == ["0", "1", "2"]
+def test_without_names_no_class_is_made_up(tmp_path: Path) -> None:
+    app = make_app(small_master(tmp_path))
+    found = app.model.predict(PNG, Bits(8, 8))
+    assert found.guesses == ()
+    assert app.about()["classes"] == 0
+    assert json.loads(app.predict({"weights": "8", "activations": "8"}, PNG).body)["outputs"][0].startswith(
+        "y: 1 x 3, "
+    )
+
+
+def saved(array: Any, **more: Any) -> bytes:
+    file = io.BytesIO()
+    if more:
+        np.savez(file, x=array, **more)
+    else:
+        np.save(file, array)
+    return file.getvalue()
+
+
+def test_arrays_can_be_uploaded(ask: Client, master: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(1, 1, 6, 6)).astype(np.float32)
+    session = load(master)
+    session.set_bits(weights=4, activations=8)
+    want = int(session.run(x).argmax())
+    for data in (saved(x), saved(x[0].astype(np.float64)), saved(x, other=x)):
+        assert ask.predict(data).json["guesses"][0]["class"] == want
+    for data, message in ((saved(np.zeros(3)), "does not fit input 'x'"), (b"PK" + bytes(30), "not a whole .npz"),
+                          (saved(np.array(["a"])), "does not fit"), (saved(x * np.nan), "NaN")):  # fmt: skip
+        reply = ask.predict(data)
+        assert reply.status == 400
+        assert message in reply.json["error"]
+        assert "upload.np" not in reply.json["error"]  # names of the server's own files are nobody's business
 
 
 def test_what_a_width_takes(ask: Client, master: Path) -> None:
@@ -514,16 +550,17 @@ def test_random_damage_is_never_a_bug(app: App) -> None:
             for where in rng.integers(0, len(whole), 4):
                 broken[where] = rng.integers(256)
             with contextlib.suppress(DataError):
-                assert read_upload(bytes(broken[: rng.integers(1, len(whole) + 1)]), (3, 6, 6)).shape == (1, 3, 6, 6)
+                assert read_upload(bytes(broken[: rng.integers(1, len(whole) + 1)]), *COLOUR)["x"].shape == (1, 3, 6, 6)
 
 
 def test_an_upload_is_read_like_a_file(tmp_path: Path) -> None:
     for name in ("a.png", "a.jpg", "a.webp", "a.bmp"):
         image.fromarray(PIXELS).save(tmp_path / name)
         for shape in ((3, 4, 8), (1, 40, 2)):
-            settings: dict[str, Any] = {"mean": [0.1] * shape[0], "std": [0.5]}
-            ((_, want),) = read_inputs([tmp_path / name], shape, **settings)
-            np.testing.assert_array_equal(read_upload((tmp_path / name).read_bytes(), shape, **settings), want)
+            takes, how = Input("x", np.dtype(np.float32), (0, *shape)), Preprocessing(mean=(0.1,), std=(0.5,))
+            want = read_one(tmp_path / name, shape, mean=(0.1,), std=(0.5,))
+            got = read_upload((tmp_path / name).read_bytes(), [takes], takes.settle(how))
+            np.testing.assert_array_equal(got["x"], want)
 
 
 def test_too_large_is_said_before_it_is_read(ask: Client) -> None:
@@ -657,16 +694,19 @@ def linear(path: Path, shape: list[int], output: list[int], scale: float = 1.0) 
     return path
 
 
-def test_networks_that_no_page_can_show(tmp_path: Path) -> None:
-    assert make_app(linear(tmp_path / "m.onnx", [3, 4, 4], [7])).about()["classes"] == 7
-    for shape, output, message in (
-        ([5], [7], "no picture has"), ([2, 4, 4], [7], "no picture has"), ([3, 4, 4], [2, 3], "N x classes"),
-    ):  # fmt: skip
-        with pytest.raises(DataError, match=message):
-            make_app(linear(tmp_path / "m.onnx", shape, output))
-    session = load(linear(tmp_path / "m.onnx", [3, 4, 4], [7]))
-    with pytest.raises(DataError, match="1 or 3 numbers"):
-        LiveModel(session, mean=(0.0, 0.0))
+@pytest.mark.parametrize(("shape", "output"), [([5], [7]), ([2, 4, 4], [7]), ([3, 4, 4], [2, 3])])
+def test_networks_without_pictures_or_classes_are_shown(tmp_path: Path, shape: list[int], output: list[int]) -> None:
+    app = make_app(linear(tmp_path / "m.onnx", shape, output))
+    assert app.about()["classes"] == 0
+    assert app.about()["pictures"] == (shape == [3, 4, 4])
+    assert ("input 'x' (any x " in app.about()["takes"]) == (shape != [3, 4, 4])
+    found = app.model.predict(saved(np.ones((1, *shape))), Bits(8, 8))
+    size = " x ".join(map(str, [1, *output]))
+    assert str(found.outputs[0]).startswith(f"y: {size}, from ")
+    if shape != [3, 4, 4]:
+        assert found.seen is None
+        with pytest.raises(DataError, match=r"takes no picture but input 'x' .*; upload an \.npy or \.npz file"):
+            app.model.predict(PNG, Bits())
 
 
 def test_an_output_that_is_not_finite_is_told(tmp_path: Path) -> None:
@@ -683,9 +723,13 @@ def test_example_folders(tmp_path: Path, folder: Path) -> None:
     assert [example.name for example in read_examples(folder / "07.png")] == ["07.png"]
     with pytest.raises(DataError, match="no such file"):
         read_examples(tmp_path / "gone")
-    np.save(tmp_path / "x.npy", np.zeros(3))
+    (tmp_path / "x.ppm").write_bytes(b"P6")
     with pytest.raises(DataError, match="no PNG, JPEG"):
         read_examples(tmp_path)
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    assert [(example.name, example.kind) for example in read_examples(tmp_path)] == [
+        ("x.npy", "application/octet-stream")
+    ]
     (tmp_path / "b.png").write_bytes(PNG[:60])
     with pytest.raises(DataError, match=r"b\.png: cannot be an example: this file is broken"):
         read_examples(tmp_path)

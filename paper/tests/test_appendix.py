@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from anybit.errors import FileError, SpecError
 from anybit.objectives.orthogonal import orthogonality
-from anybit.train.checkpoint import save_checkpoint
+from anybit.task.checkpoint import save_checkpoint
 from paper import hoeffding, second_order, singular_values
 from paper.appendix import appendix_rows, command
 from paper.runs import small_run

@@ -25,7 +25,7 @@ from anybit.data import Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, FileError, SpecError
 from anybit.evaluate.accuracy import kl_divergence, predict
 from anybit.spec import Bits, Row
-from anybit.train.checkpoint import save_checkpoint
+from anybit.task.checkpoint import save_checkpoint
 from anybit.train.loop import train
 from anybit.train.recipe import DataRecipe, ModelRecipe, PenaltyRecipe, Recipe
 from paper.figures import (

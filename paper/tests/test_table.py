@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from anybit.data import Dataset, Split, load_dataset
 from anybit.errors import FileError, RecipeError, SpecError
 from anybit.spec import Bits, Row
-from anybit.train.checkpoint import read_checkpoint
+from anybit.task.checkpoint import read_checkpoint
 from anybit.train.recipe import Recipe, load_recipe
 from anybit.train.search import Found, Knob
 from paper import table as module

@@ -25,6 +25,7 @@ from anybit.spec import Bits, QuantSpec, Range, Row
 if TYPE_CHECKING:
     from anybit.artifact.adopt import adopt
     from anybit.artifact.export import export
+    from anybit.artifact.reconstruct import reconstruct
     from anybit.artifact.session import load
     from anybit.evaluate.sweep import sweep
     from anybit.objectives.any_width import AnyWidth
@@ -53,6 +54,7 @@ __all__ = [
     "export",
     "load",
     "prepare",
+    "reconstruct",
     "report",
     "save",
     "sweep",
@@ -68,6 +70,7 @@ _ON_FIRST_USE = {
     "export": ("anybit.artifact.export", ""),
     "load": ("anybit.artifact.session", ""),
     "prepare": ("anybit.simulate.prepare", "torch"),
+    "reconstruct": ("anybit.artifact.reconstruct", ""),
     "report": ("anybit.pages.page", ""),
     "save": ("anybit.simulate.to_onnx", "torch"),
     "sweep": ("anybit.evaluate.sweep", "torch"),

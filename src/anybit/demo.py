@@ -22,10 +22,11 @@ from anybit.evaluate.sweep import sweep
 from anybit.models import build_model
 from anybit.pages.page import write_report
 from anybit.pages.rows import GRID, RowFile, write_rows
-from anybit.simulate.prepare import prepare
 from anybit.spec import Bits, Row
-from anybit.train.checkpoint import load_model
-from anybit.train.loop import fit, model_shape, steps_of, train
+from anybit.task.checkpoint import load_model
+from anybit.task.task import prepared
+from anybit.train.begin import model_shape
+from anybit.train.loop import fit, steps_of, train
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
 from anybit.train.side_by_side import SideBySide, one_by_one
 
@@ -138,8 +139,7 @@ def _tuned(strength: float, seed: int, folder: Path) -> Recipe:
 
 def _sweep(run: Path, label: str, seed: int, widths: Sequence[Bits], advance: Advance) -> list[Row]:
     data = load_dataset("digits")
-    model, _ = load_model(run / "model.safetensors")
-    net = prepare(model, data.test.x[:2], input_range=data.input_range)
+    net = prepared(load_model(run / "model.safetensors")[0], data)
     test = Batches(data.test, len(data.test))
     return sweep(net, test, widths=widths, label=label, seed=seed, on_row=lambda row: advance(1))
 

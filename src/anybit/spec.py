@@ -169,17 +169,22 @@ class Range:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: this network at these widths scored this much on so many examples."""
+    """One measurement: this network at these widths scored this much on so many examples.
+
+    `accuracy` is the value of the metric, whatever that is called.
+    """
 
     label: str
     seed: int
     weights: int
     activations: int
     accuracy: float
-    loss: float
+    loss: float | None
+    """Mean cross-entropy, where there are classes."""
     n: int
     kl: float | None = None
     """Mean Kullback-Leibler divergence from the floating-point predictions to these, in nats."""
+    metric: str = "accuracy"
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -207,6 +212,10 @@ class Row:
             if isinstance(values[name], bool) or not isinstance(values[name], int):
                 raise SpecError(f"{name} of a row must be a whole number, got {values[name]!r}")
         for name in ("accuracy", "loss"):
+            if name == "loss" and values[name] is None:
+                continue
             if isinstance(values[name], bool) or not isinstance(values[name], int | float):
                 raise SpecError(f"{name} of a row must be a number, got {values[name]!r}")
+        if not isinstance(values.get("metric", ""), str):
+            raise SpecError(f"metric of a row must be a text, got {values['metric']!r}")
         return cls(**values)

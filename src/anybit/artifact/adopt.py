@@ -7,8 +7,7 @@ to its view, and run for calibration.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
+from anybit.artifact.coverage import coverage, table_rows
+from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import STORES, Header
-from anybit.artifact.made_up import TYPES, made_up_inputs
+from anybit.artifact.inputs import inputs_of
+from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
-from anybit.artifact.runtime import compile_model
+from anybit.artifact.runtime import TYPES, compile_model, run_in_time, time_limit
 from anybit.common.provenance import origin
-from anybit.common.text import printable
 from anybit.errors import DataError, FileError, SpecError
 from anybit.graph.from_onnx import read_onnx
 from anybit.graph.view import Graph
@@ -49,6 +50,7 @@ def adopt(
     sensitive: str | None = None,
     helpers: str | Iterable[str] | None = None,
     store: str = "fp32",
+    preprocessing: Preprocessing | None = None,
     about: dict[str, Any] | None = None,
 ) -> Plan:
     """Write a master made of a plain ONNX model, and return its plan.
@@ -68,7 +70,8 @@ def adopt(
         sensitive: How layers that few bits hurt most are treated: "8-bit", "same" or "float".
         helpers: What to do for accuracy without data: "equalize", "bias", "sums", "clip", or "all".
         store: How weights are stored: "fp32", "fp16" or "int8".
-        about: What a reader should know, ready for JSON.
+        preprocessing: How pictures become inputs; stored in the master, so that `anybit run` and others feed them so.
+        about: What else a reader should know, ready for JSON.
 
     Raises:
         FileError: The file cannot be read, is quantized already, or has nothing to quantize.
@@ -80,19 +83,26 @@ def adopt(
         helpers=helpers,
     )  # fmt: skip
     model = read_model_file(Path(path))
-    plan = plan_for(model, settings, calibration, input_range, where=str(path))
-    share = quantized_share(model, plan)
-    known = {"adopted_from": Path(path).name, "origin": origin(), "quantized_share": share, **(about or {})}
+    first: list[Feed] = []
+    if calibration is not None:
+        calibration = _remembered(calibration, first)
+    fed = {} if preprocessing is None else _fed_intervals(model, preprocessing)
+    plan = plan_for(model, settings, calibration, input_range, fed=fed, where=str(path))
+    found = coverage(model, plan, first[0] if first else None, where=str(path))
+    if not found.weights:
+        raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan)}; nothing was written")
+    known = {"adopted_from": Path(path).name, "origin": origin(), "quantized": found.to_dict()}
+    known |= {"shapes": {name: list(np.shape(x)) for name, x in first[0].items()}} if first else {}
+    known |= {**(about or {}), **(preprocessing.to_about() if preprocessing else {})}
     write_master(out, model, Header(plan, store, known))
     return plan
 
 
-def quantized_share(model: OnnxModel, plan: Plan) -> float:
-    """Return which part of a model's weights the plan rounds: of all stored numbers in two or more dimensions."""
-    floats = [t for t in model.graph.initializer if t.data_type == TensorProto.FLOAT and len(t.dims) > 1]
-    rounded = {weight.place for weight in plan.weights}
-    total = sum(math.prod(t.dims) for t in floats)
-    return sum(math.prod(t.dims) for t in floats if t.name in rounded) / total if total else 0.0
+def _remembered(feeds: Iterable[Feed], first: list[Feed]) -> Iterator[Feed]:
+    """Hand on inputs, and keep the first one."""
+    for feed in feeds:
+        first[:] = first or [feed]
+        yield feed
 
 
 def plan_for(
@@ -101,9 +111,10 @@ def plan_for(
     calibration: Iterable[Feed] | None,
     input_range: Interval | Mapping[str, Interval] | None,
     *,
+    fed: Mapping[str, Interval] | None = None,
     where: str,
 ) -> Plan:
-    """Return the plan of a model, which changes with folding and equalizing."""
+    """Return the plan of a model, which changes with folding and equalizing; `fed` is where made-up inputs lie."""
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
     built = build(graph, settings)
     apply_changes(model, graph, built)
@@ -115,7 +126,9 @@ def plan_for(
     else:
         watch = Calibration(plan, settings.method, made_up=True)
         with contextlib.suppress(DataError):  # nothing that was made up runs: what is unknown stays in floating point
-            plan = _calibrated(model, watch, None, ids=_rows(graph), interval=_intervals(plan), where=where)
+            plan = _calibrated(
+                model, watch, None, ids=table_rows(model), interval={**(fed or {}), **_intervals(plan)}, where=where
+            )
     return joined(plan, built.joined)
 
 
@@ -126,12 +139,13 @@ def _why_none(plan: Plan) -> str:
     return "convolutions, matrix products and recurrent cells with stored weights are"
 
 
-def _rows(graph: Graph) -> int:
-    """Return how many rows the smallest table has that something is looked up in."""
-    tables = [
-        graph.constants[n.inputs[0]] for n in graph.nodes if n.name == "Gather" and n.inputs[0] in graph.constants
-    ]
-    return min((len(t) for t in tables if t.ndim > 1 and t.dtype.kind == "f"), default=10)
+def _fed_intervals(model: OnnxModel, how: Preprocessing) -> dict[str, Interval]:
+    """Return where inputs lie that take pictures."""
+    found = {}
+    for value in inputs_of(model.graph):
+        with contextlib.suppress(DataError):  # one that takes no pictures
+            found[value.name] = value.settle(how).interval
+    return found
 
 
 def _intervals(plan: Plan) -> dict[str, Interval]:
@@ -209,10 +223,10 @@ def _calibrated(
     seen = False
     for feed in feeds:
         try:
-            found = engine.run(list(places), {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted})
-        except Exception as error:  # ONNX Runtime has no common base for its exceptions
-            reason = printable(error, 200)
-            raise DataError(f"{where}: a calibration input cannot be run ({reason})") from error
+            values: Feed = {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted}
+            found = run_in_time(engine, list(places), values, time_limit())
+        except (DataError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{where}: a calibration input cannot be run ({error})") from error
         watch.update(dict(zip(places.values(), found, strict=True)))
         seen = True
     if not seen:

@@ -1,8 +1,9 @@
-"""What a width gains: file size, memory, time per run, accuracy."""
+"""What a width gains and what it costs: file size, memory, time per run, accuracy, distance to floating point."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anybit.artifact.answers import Loss, losses
 from anybit.artifact.export import export
 from anybit.artifact.session import Session
 from anybit.artifact.storage import size_on_disk
+from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.spec import Bits
 
@@ -29,8 +32,10 @@ Array = npt.NDArray[Any]
 class Gain:
     """One pair of widths: bytes of the file, bytes in memory, seconds at batch 1, inputs per second, accuracy.
 
-    The speed-ups are over floating point in the same run, at batch 1 and at the larger batch, each as the ratio of
-    medians, the lowest and the highest ratio of a round; without floating point in the run there are none.
+    A network that takes one input at a time has a `batch` of 1. `losses` tells how far each output is from floating
+    point, where inputs were given. The speed-ups are over floating point in the same run, at batch 1 and at the larger
+    batch, each as the ratio of medians, the lowest and the highest ratio of a round; without floating point in the run
+    there are none.
     """
 
     weights: int
@@ -41,21 +46,23 @@ class Gain:
     throughput: float
     speedup: tuple[float, float, float] | None = None
     speedup_batch: tuple[float, float, float] | None = None
+    batch: int = 32
     accuracy: float | None = None
     n: int | None = None
+    losses: tuple[Loss, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
         return dataclasses.asdict(self)
 
 
-def steps_of(pairs: Sequence[Bits], rounds: int) -> int:
-    """Return how often `bench` calls `on_step`: for the sizes, the warm-up, every round, and the accuracy of each pair.
+def steps_of(pairs: Sequence[Bits], rounds: int, inputs: int = 0) -> int:
+    """Return how often `bench` calls `on_step`: for the sizes, the warm-up, every round, the accuracy, every input.
 
     >>> steps_of([Bits(), Bits(8, 8)], rounds=15)
     36
     """
-    return len(pairs) * (rounds + 3)
+    return len(pairs) * (rounds + 3) + inputs * len({Bits(), *pairs}) * (inputs > 0)
 
 
 def bench(
@@ -65,21 +72,24 @@ def bench(
     rounds: int = 15,
     batch: int = 32,
     data: tuple[Array, Array] | None = None,
+    inputs: Sequence[Mapping[str, Array]] = (),
     on_step: Callable[[], None] = lambda: None,
 ) -> list[Gain]:
     """Measure each pair of widths; the times of all pairs are taken in turns, so that a busy moment hits them all.
 
-    Latency is the median over rounds, throughput that of the batch.
+    Latency is the median over rounds, throughput that of the batch. With `inputs` each width is compared with floating
+    point on them, and the first one is what is timed; else one is made up.
     """
     pairs = list(dict.fromkeys(widths))
-    shapes = input_shapes(session)
-    rng = np.random.default_rng(0)
-    feeds = {n: {k: rng.normal(size=(n, *s)).astype(np.float32) for k, s in shapes.items()} for n in (1, batch)}
+    one = dict(inputs[0]) if inputs else session.example()
+    feeds = {1: one, **_batched(session, one, batch)}
+    many = max(feeds)
     sizes = {}
     for bits in pairs:
-        sizes[bits] = footprint(session.master.path, bits, {k: v[:1] for k, v in feeds[1].items()})
+        sizes[bits] = footprint(session.master.path, bits, one)
         on_step()
     taken = _timed(session, pairs, feeds, rounds, on_step)
+    lost = losses(session, pairs, inputs, on_step=on_step) if inputs else {}
     gains = []
     for bits in pairs:
         accuracy = None if data is None else accuracy_at(session, bits, *data)
@@ -89,15 +99,28 @@ def bench(
                 bits.activations,
                 *sizes[bits],
                 statistics.median(taken[bits, 1]),
-                batch / statistics.median(taken[bits, batch]),
+                many / statistics.median(taken[bits, many]),
                 speedup(taken.get((Bits(), 1)), taken[bits, 1]),
-                speedup(taken.get((Bits(), batch)), taken[bits, batch]),
+                speedup(taken.get((Bits(), many)), taken[bits, many]),
+                many,
                 accuracy,
                 None if data is None else len(data[1]),
+                tuple(lost.get(bits, ())),
             )
         )
         on_step()
     return gains
+
+
+def _batched(session: Session, one: Mapping[str, Array], batch: int) -> dict[int, dict[str, Array]]:
+    """Return a batch of the same input, if the network takes one."""
+    free = {value.name for value in session.takes if value.shape and not value.shape[0]}
+    many = {name: np.concatenate([x] * batch) if name in free else x for name, x in one.items()}
+    try:
+        session.run(many)
+    except DataError:
+        return {}
+    return {batch: many} if free and all(len(one[name]) == 1 for name in free) else {}
 
 
 def _timed(
@@ -133,23 +156,6 @@ def speedup(before: Sequence[float] | None, after: Sequence[float]) -> tuple[flo
     return statistics.median(before) / statistics.median(after), min(ratios), max(ratios)
 
 
-def input_shapes(session: Session) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each input without its batch dimension; where one is free, the size it was captured with."""
-    captured = {a.name: a.shape for a in session.plan.activations if a.kind == "input"}
-    shapes = {}
-    for value in session.master.graph.graph.input:
-        dims = value.type.tensor_type.shape.dim
-        known = captured.get(value.name, ())
-        sizes = [
-            dim.dim_value if dim.HasField("dim_value") else known[d] if d < len(known) else None
-            for d, dim in enumerate(dims)
-        ]
-        if not dims or any(not isinstance(size, int) for size in sizes[1:]):
-            raise DataError(f"{session.master.path}: input {value.name!r} has a free dimension besides the batch")
-        shapes[value.name] = tuple(int(size) for size in sizes[1:] if isinstance(size, int))
-    return shapes
-
-
 def accuracy_at(session: Session, bits: Bits, x: Array, y: Array, *, batch: int = 250) -> float:
     """Return the part of `x` that the network puts in class `y` at these widths."""
     session.set_bits(weights=bits.weights, activations=bits.activations)
@@ -163,12 +169,13 @@ def accuracy_at(session: Session, bits: Bits, x: Array, y: Array, *, batch: int 
 
 
 _PROBE = """
-import sys, numpy as np
+import json, sys, numpy as np
 from pathlib import Path
 from anybit.artifact.runtime import onnxruntime
 def resident():
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
-ort, feed = onnxruntime(), dict(np.load(sys.argv[2]))
+ort, arrays = onnxruntime(), np.load(sys.argv[2])
+feed = {name: arrays[f"arr_{i}"] for i, name in enumerate(json.loads(sys.argv[3]))}
 options = ort.SessionOptions()
 options.intra_op_num_threads = 1
 before = resident()
@@ -178,13 +185,15 @@ print(resident() - before)
 """
 
 
-def footprint(master: Path, bits: Bits, feed: dict[str, Array]) -> tuple[int, int]:
+def footprint(master: Path, bits: Bits, feed: Mapping[str, Array]) -> tuple[int, int]:
     """Return the bytes of the exported file, and how much a process of its own grows by loading and running it."""
     with tempfile.TemporaryDirectory() as folder:
         out, inputs = Path(folder) / "model.onnx", Path(folder) / "inputs.npz"
         export(master, out, weights=bits.weights, activations=bits.activations)
-        np.savez(inputs, **feed)  # type: ignore[arg-type]
-        done = subprocess.run([sys.executable, "-c", _PROBE, str(out), str(inputs)], capture_output=True, text=True)
+        np.savez(inputs, *feed.values())  # names of inputs are no names of files
+        command = [sys.executable, "-c", _PROBE, str(out), str(inputs), json.dumps(list(feed))]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise DataError(f"{master}: the memory at {bits} cannot be measured ({done.stderr.strip()[-200:]})")
+            reason = printable(done.stderr.strip()[-200:])
+            raise DataError(f"{master}: the memory at {bits} cannot be measured ({reason})")
         return size_on_disk(out), int(done.stdout)

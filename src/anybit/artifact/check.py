@@ -20,7 +20,9 @@ from anybit.artifact.bounds import check_sizes
 from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite, subgraphs
 from anybit.artifact.runtime import plain_session
 from anybit.common.text import printable
-from anybit.errors import FileError
+from anybit.errors import FileError, SpecError
+from anybit.plan.extras import decompress
+from anybit.plan.points import Bias, Weight
 from anybit.plan.text import said
 
 OPSET = 21
@@ -33,7 +35,7 @@ DOMAINS = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
 """The domains of operators that ONNX Runtime brings along."""
 
 _DEEPEST = 4
-_MOST_NODES = 50_000
+MOST_NODES = 15_000
 _LONG = 4096
 """Bytes from which on only the shape of a tensor is looked at."""
 _LARGEST = 2**16
@@ -66,8 +68,7 @@ def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: 
     for name in ("sparse_initializer", "quantization_annotation"):
         if getattr(graph, name):
             raise FileError(f"{where}: graph.{name} is not empty; a master has none")
-    if len(graph.node) > _MOST_NODES:
-        raise FileError(f"{where}: {len(graph.node)} nodes; at most {_MOST_NODES} are expected")
+    check_length(graph, where=where)
     for i, node in enumerate(graph.node):
         check_node(node, where=f"{where}: node {i} ({node.op_type[:40]})")
     for tensor in graph.initializer:
@@ -78,6 +79,12 @@ def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: 
     if not graph.input or not graph.output:
         raise FileError(f"{where}: a network has inputs and outputs")
     _check_sizes(proto, shapes, where=where)
+
+
+def check_length(graph: onnx.GraphProto, *, where: str) -> None:
+    """Refuse a graph of more nodes than can be looked at in a second; the largest networks have some thousand."""
+    if len(graph.node) > MOST_NODES:
+        raise FileError(f"{where}: {len(graph.node)} nodes; at most {MOST_NODES} are expected")
 
 
 def check_names(graph: onnx.GraphProto, *, where: str) -> None:
@@ -94,6 +101,30 @@ def check_axis(axis: int | None, dimensions: int, *, where: str) -> None:
     """Refuse a number of a dimension that a tensor does not have."""
     if axis is not None and not 0 <= axis < dimensions:
         raise FileError(f"{where}: must be 0 to {dimensions - 1}, got {axis}")
+
+
+def check_extras(weight: Weight, biases: Iterable[Bias], shape: tuple[int, ...], outputs: int, *, where: str) -> None:
+    """Refuse what a width has of its own if it does not fit the weight and its biases."""
+    scales = 1 if weight.axis is None else shape[weight.axis]
+    for rounded in weight.rounded:
+        spot = f"{where}: weight {weight.name[:60]!r}: rounded at {rounded.bits} bits"
+        if not rounded.scale:
+            continue
+        if len(rounded.scale) != 4 * scales:
+            raise FileError(f"{spot}: {scales} scales are expected, got {len(rounded.scale) // 4}")
+        grid = rounded.grid(len(shape), weight.spec(rounded.bits))
+        with np.errstate(invalid="ignore"):
+            whole = (grid.zero == np.rint(grid.zero)) & (grid.zero >= grid.low) & (grid.zero <= grid.high)
+        if not (is_finite(grid.scale) and (grid.scale >= np.finfo(np.float32).tiny).all() and whole.all()):
+            raise FileError(f"{spot}: scales must be above zero, and zeros codes of the grid")
+        try:
+            decompress(rounded.ranks, math.prod(shape))
+        except SpecError as error:
+            raise FileError(f"{spot}: {error}") from error
+    for bias in biases:
+        for shift in bias.shifts:
+            if len(shift.values) != 4 * outputs or not is_finite(shift.array()):
+                raise FileError(f"{where}: bias {bias.name[:60]!r}: a shift must be {outputs} finite numbers")
 
 
 def _check_biases(model: OnnxModel, *, where: str) -> None:

@@ -18,9 +18,20 @@ NOTE = "anybit.export"
 
 
 def export(
-    master: str | Path, out: str | Path, *, weights: int, activations: int, layers: LayerWidths | None = None
+    master: str | Path,
+    out: str | Path,
+    *,
+    weights: int,
+    activations: int,
+    layers: LayerWidths | None = None,
+    signed: bool = False,
 ) -> None:
     """Write a master at one width, with standard operators only; weights of up to 4 bits take half a byte each.
+
+    The file is right on every processor. ONNX Runtime adds two products of an unsigned and a signed byte in 16 bits
+    where the processor lacks VNNI, and saturates. So weights of 8 bits, whose sums could, are stored as unsigned bytes:
+    the same numbers, with a kernel that is exact everywhere and slower there. Weights of 7 bits or fewer are fast and
+    exact in either form.
 
     Args:
         master: What `anybit.save` wrote.
@@ -28,10 +39,13 @@ def export(
         weights: The width of every weight; 32 means floating point.
         activations: The width of every activation.
         layers: Other widths for points whose name matches a pattern, as (weights, activations).
+        signed: Store all weights as signed bytes: for processors with VNNI, or runtimes that set the option which the
+            file's metadata then names.
     """
     opened = open_master(master)
     bits = Bits(weights, activations)
-    model, exact = quantized_graph(opened, opened.plan.at(bits, layers, tensors=opened.tensors), packed=True)
+    numbers = opened.plan.at(bits, layers, tensors=opened.tensors)
+    model, exact = quantized_graph(opened, numbers, packed=True, anywhere=not signed)
     note = protobuf_scan.entry(NOTE, json.dumps(describe(bits, exact=exact), ensure_ascii=False))
     write_model(out, model, lambda file, data: file.write(note), spare=len(note))
 

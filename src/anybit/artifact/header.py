@@ -3,11 +3,11 @@
     anybit          the header below, as JSON
     anybit.digest   SHA-256 over the graph and the header, so that a damaged file is noticed before it is used
 
-    {"version": 3, "store": "fp32", "plan": {...}, "about": {...}}
+    {"version": 4, "store": "fp32", "plan": {...}, "about": {...}}
 
 The plan names tensors and values of the graph. `about` is for people: where the file came from, how the network was
 trained, what was measured. A master in two files says in `data` which one the second is. Reading is strict: an unknown,
-missing or wrong field is an error with its path. Versions 1 and 2, which had the plan's lists apart, are read too.
+missing or wrong field is an error with its path. Older versions are read too: 1 and 2 had the plan's lists apart.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from anybit.errors import FileError, SpecError
 from anybit.plan.points import Plan
 from anybit.plan.text import entry, is_whole, plan_from_old, plan_from_values, plan_to_values, said, same_keys
 
-VERSION = 3
-"""What is written; 1 (in one file) and 2 (in two) are read."""
+VERSION = 4
+"""What is written; 1 (in one file), 2 (in two) and 3 (no width has anything of its own) are read."""
 
 KEY, DIGEST = "anybit", "anybit.digest"
 STORES = ("fp32", "fp16", "int8")
@@ -66,7 +66,7 @@ def write_header(header: Header) -> str:
     """Return the header as JSON.
 
     >>> write_header(Header(Plan()))
-    '{"version": 3, "store": "fp32", "plan": {"points": [], "biases": [], "left": []}, "about": {}}'
+    '{"version": 4, "store": "fp32", "plan": {"points": [], "biases": [], "left": []}, "about": {}}'
     """
     values: dict[str, Any] = {"version": VERSION, "store": header.store, "plan": plan_to_values(header.plan)}
     last = {} if header.data is None else {"data": dataclasses.asdict(header.data)}
@@ -92,12 +92,12 @@ def read_header(text: str, *, where: str) -> Header:
             f"{where}: version is {said(version)}, this anybit reads up to {VERSION}; "
             "update anybit: pip install -U anybit"
         )
-    lists = {"plan"} if version == VERSION else {"weights", "biases", "activations"}
+    lists = {"plan"} if version >= 3 else {"weights", "biases", "activations"}
     needed = {"version", "store", "about"} | lists | ({"data"} if version == 2 else set())
-    same_keys(values, needed | ({"data"} if version == VERSION else set()), needed, where)
+    same_keys(values, needed | ({"data"} if version >= 3 else set()), needed, where)
     if not isinstance(values["about"], dict):
         raise FileError(f"{where}: about must be a JSON object, got {said(values['about'])}")
-    if version == VERSION:
+    if version >= 3:
         plan = plan_from_values(values["plan"], where=f"{where}: plan")
     else:
         plan = plan_from_old(values, where=where)

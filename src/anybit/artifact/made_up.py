@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from anybit.common.text import printable
+from anybit.artifact.runtime import TYPES, TooSlow, run_in_time
 from anybit.errors import DataError
 
 Array = npt.NDArray[Any]
 
 COUNT = 8
+SECONDS = 60.0
+"""How long a size may take that is tried."""
+
 SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((1,), (32,), (512,)),
     2: ((128,), (512,), (576,), (32,), (2048,)),
@@ -26,17 +29,22 @@ SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
 }
 """What free sizes are tried as, by the number of dimensions; the first one is a batch of one."""
 
-TYPES = {
-    "tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64, "tensor(int32)": np.int32,
-    "tensor(uint8)": np.uint8, "tensor(int8)": np.int8, "tensor(bool)": np.bool_, "tensor(uint16)": np.uint16,
-    "tensor(int16)": np.int16, "tensor(float16)": np.float16,
-}  # fmt: skip
+LARGEST = 2**20
+"""A remembered size from which on it is taken for a mistake."""
+
+SAMPLES = 256
+"""So many numbers in a row, in fewer than four dimensions, are taken for sound."""
 NUMBERS = (1, 16000)
 """What a lone whole number is tried as: a flag, or a sampling rate."""
 
 
 def made_up_inputs(
-    engine: Any, *, ids: int, interval: Mapping[str, tuple[float, float]], where: str
+    engine: Any,
+    *,
+    ids: int,
+    interval: Mapping[str, tuple[float, float]],
+    usual: Mapping[str, tuple[int, ...]] | None = None,
+    where: str,
 ) -> list[dict[str, Array]]:
     """Return a few inputs that a compiled network takes.
 
@@ -44,6 +52,7 @@ def made_up_inputs(
         engine: The network.
         ids: Whole numbers are drawn below this: the rows of its smallest table.
         interval: Where floating-point inputs lie, for those of which it is known.
+        usual: Shapes to try first, 0 where a size is not known.
         where: The file, for errors.
 
     Raises:
@@ -53,18 +62,31 @@ def made_up_inputs(
     if unknown := [value.type for value in inputs if value.type not in TYPES]:
         raise DataError(f"{where}: inputs of {unknown[0]} cannot be made up; pass calibration inputs")
     reason = ""
-    for shapes, number in itertools.product(_shapes(inputs), NUMBERS):
+    for shapes, number in itertools.product(_shapes(inputs, usual or {}), NUMBERS):
         feeds = [_feed(inputs, shapes, number, ids, interval, np.random.default_rng(seed)) for seed in range(COUNT)]
         try:
-            engine.run(None, feeds[0])
-        except Exception as error:  # ONNX Runtime has no common base for its exceptions
-            reason = printable(error, 160)
+            run_in_time(engine, None, feeds[0], SECONDS)
+        except TooSlow as error:  # another size would hardly be faster
+            reason = str(error)
+            break
+        except DataError as error:
+            reason = str(error)[:200]
             continue
         return feeds
     raise DataError(f"{where}: no made-up input runs ({reason}); pass calibration inputs")
 
 
-def _shapes(inputs: list[Any]) -> Iterator[dict[str, tuple[int, ...]]]:
+def shapes_in(values: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that a master remembers, by input; whatever else stands there is left out.
+
+    >>> shapes_in({"x": [1, 3, 8, 8], "y": "much"})
+    {'x': (1, 3, 8, 8)}
+    """
+    shapes = {str(name): tuple(shape) for name, shape in values.items() if isinstance(shape, list)}
+    return {n: s for n, s in shapes.items() if all(isinstance(size, int) and 0 < size < LARGEST for size in s)}
+
+
+def _shapes(inputs: list[Any], usual: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
     """Yield sizes for all inputs together: a size that several share is the same everywhere."""
     most = max((len(value.shape) for value in inputs if any(not isinstance(s, int) for s in value.shape)), default=1)
     for sizes in SIZES.get(most, ((16, 16),)):
@@ -74,8 +96,9 @@ def _shapes(inputs: list[Any]) -> Iterator[dict[str, tuple[int, ...]]]:
             free = iter(itertools.chain(sizes, itertools.repeat(sizes[-1])))
             shape = []
             for d, size in enumerate(value.shape):
-                if isinstance(size, int):
-                    shape.append(size)
+                own = usual.get(value.name, ())
+                if isinstance(size, int) or (d < len(own) and own[d]):
+                    shape.append(size if isinstance(size, int) else own[d])
                     continue
                 wanted = 1 if d == 0 and len(value.shape) > 1 else next(free)
                 shape.append(known.setdefault(str(size), wanted) if size else wanted)
@@ -96,7 +119,7 @@ def _feed(
     for value in inputs:
         kind, shape = TYPES[value.type], shapes[value.name]
         if np.issubdtype(kind, np.floating):
-            array = picture(shape, rng)
+            array = sound(shape, rng) if 0 < len(shape) < 4 and shape[-1] >= SAMPLES else picture(shape, rng)
             low, high = interval.get(value.name, (-1.0, 1.0))
             array = low + (high - low) * array
         elif int(np.prod(shape)) <= 1:
@@ -105,6 +128,21 @@ def _feed(
             array = rng.integers(0, 2 if kind is np.bool_ else max(ids, 2), shape)
         feed[value.name] = np.asarray(array, kind)
     return feed
+
+
+def sound(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Return numbers from 0 to 1 around a half: a few tones that swell and fade over faint noise, some loud, some soft.
+
+    >>> x = sound((1, 512), np.random.default_rng(0))
+    >>> x.shape, bool(abs(x.mean() - 0.5) < 0.1 and (x >= 0).all() and (x <= 1).all())
+    ((1, 512), True)
+    """
+    time = np.arange(shape[-1])
+    tones = [np.sin(2 * np.pi * (rng.uniform(0.002, 0.2) * time + rng.uniform())) for _ in range(6)]
+    swell = np.abs(np.sin(np.pi * (time / rng.uniform(500, 4000) + rng.uniform())))
+    loud = np.exp(rng.uniform(np.log(0.02), np.log(0.6)))
+    wave = loud * (swell * np.mean(tones, axis=0) + 0.1 * rng.normal(size=shape))
+    return np.asarray(np.clip(0.5 + 0.5 * wave, 0, 1))
 
 
 def picture(shape: tuple[int, ...], rng: np.random.Generator) -> Array:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from anybit.artifact import protobuf_scan
-from anybit.artifact.check import check_axis, check_model, check_names, check_tensor
+from anybit.artifact.check import check_axis, check_extras, check_model, check_names, check_tensor
 from anybit.artifact.header import DIGEST, KEY, Data, Header, read_header, write_header
 from anybit.artifact.model import Array as Numbers
 from anybit.artifact.model import OnnxModel, is_finite, names_in
@@ -31,6 +31,7 @@ from anybit.artifact.weight_nodes import weight_nodes, weight_tensors
 from anybit.common.text import quoted
 from anybit.errors import FileError
 from anybit.plan.codes import Codes, encode
+from anybit.plan.extras import rebased
 from anybit.plan.points import Bias, Plan, Weight
 
 Array = NDArray[np.float32]
@@ -76,8 +77,8 @@ class Master:
 # Writing
 
 
-def write_master(path: str | Path, model: onnx.ModelProto | OnnxModel, header: Header, *, limit: int = LIMIT) -> None:
-    """Write a floating-point model whose initializers include every weight of the header.
+def write_master(path: str | Path, model: onnx.ModelProto | OnnxModel, header: Header, *, limit: int = LIMIT) -> Header:
+    """Write a floating-point model whose initializers include every weight of the header; return what it says now.
 
     Args:
         path: Where to write; what cannot be opened again is not left behind.
@@ -86,6 +87,9 @@ def write_master(path: str | Path, model: onnx.ModelProto | OnnxModel, header: H
         limit: Bytes from which on the tensors go into a second file.
     """
     path = Path(path)
+    whole = model if isinstance(model, OnnxModel) else OnnxModel(model)
+    kept = stored(whole, header, where=str(path))
+    header = _for_stored(header, whole, kept)
     text = write_header(header)
 
     def seal(file: BinaryIO, data: Data | None) -> None:
@@ -98,8 +102,8 @@ def write_master(path: str | Path, model: onnx.ModelProto | OnnxModel, header: H
     def check(beside: Path) -> None:
         open_master(beside, named=path, hold=False)
 
-    whole = model if isinstance(model, OnnxModel) else OnnxModel(model)
-    write_model(path, stored(whole, header, where=str(path)), seal, spare=len(text) + 1024, check=check, limit=limit)
+    write_model(path, kept, seal, spare=len(text) + 1024, check=check, limit=limit)
+    return header
 
 
 def stored(model: OnnxModel, header: Header, *, where: str) -> OnnxModel:
@@ -124,6 +128,21 @@ def stored(model: OnnxModel, header: Header, *, where: str) -> OnnxModel:
     del out.graph.node[:]
     out.graph.node.extend(nodes)
     return out
+
+
+def _for_stored(header: Header, model: OnnxModel, kept: OnnxModel) -> Header:
+    """Return the header with what widths have of their own made for the weights as they are stored."""
+    if header.store == "fp32" or not any(weight.rounded for weight in header.plan.weights):
+        return header
+    before = {tensor.name: tensor for tensor in model.graph.initializer}
+    after = _take_weights(kept.copy(), header, where="", hold=True)
+    points = list(header.plan.points)
+    for i, point in enumerate(points):
+        if isinstance(point, Weight) and point.rounded:
+            old, new = np.asarray(model.array(before[point.place]), np.float32), after[point.name]
+            own = (rebased(rounded, old, new, point.spec(rounded.bits)) for rounded in point.rounded)
+            points[i] = replace(point, rounded=tuple(own))
+    return replace(header, plan=replace(header.plan, points=tuple(points)))
 
 
 def _store(
@@ -301,6 +320,11 @@ def _check_points(model: OnnxModel, header: Header, weights: dict[str, Array], *
     for i, bias in enumerate(plan.biases):
         point = plan.weight(bias.weight)
         _check_bias(bias, point, held.get(bias.place), weights[bias.weight], model, where=f"{where}: biases[{i}]")
+    for weight in plan.weights:
+        shape = weights[weight.name].shape
+        own = [bias for bias in plan.biases if bias.weight == weight.name]
+        outputs = shape[weight.channels] * (weight.groups if weight.channels == 1 else 1) if own else 0
+        check_extras(weight, own, shape, outputs, where=where)
     names = [*(weight.place for weight in plan.weights), *held, *made, *(value.name for value in graph.input)]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise FileError(f"{where}: {twice[0][:60]!r} is made twice")

@@ -42,13 +42,15 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     if proto.functions:
         proto.CopyFrom(inline_local_functions(proto))
     refuse_quantized(proto.graph, where=where)
+    used = {""}
     for part in all_graphs(proto.graph):
         del part.value_info[:]
         del part.quantization_annotation[:]
-    for node in (node for part in all_graphs(proto.graph) for node in part.node):
-        node.domain = "" if node.domain == "ai.onnx" else node.domain
+        for node in part.node:
+            if node.domain == "ai.onnx":
+                node.domain = ""
+            used.add(node.domain)
     entries = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in proto.opset_import}
-    used = {node.domain for part in all_graphs(proto.graph) for node in part.node} | {""}
     del proto.opset_import[:]
     proto.opset_import.extend(onnx.helper.make_opsetid(d, v) for d, v in entries.items() if d in used)
     _free_sizes(proto.graph)

@@ -1,16 +1,14 @@
-"""Inputs from files: pictures, and numpy arrays for everything else. All of them may come from strangers."""
+"""Pictures out of files and uploads, all of which may come from strangers."""
 
 from __future__ import annotations
 
 import io
-import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from anybit.common.text import printable
 from anybit.errors import AnybitError, DataError, MissingDependency
@@ -27,75 +25,6 @@ LONGEST = 256 * 2**20
 
 MOST_SCANS, MOST_WORK = 100, 8 * LARGEST
 """Passes over the picture that a progressive JPEG may take (usual are ten), and pixels over all of them."""
-
-Floats = npt.NDArray[np.float32]
-
-
-def find_inputs(path: Path) -> list[Path]:
-    """Return the pictures and arrays in a folder, sorted by name, or the one file that `path` is."""
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder; pictures or .npy files are expected here")
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    found = [p for p in files if p.suffix.lower() in PICTURES | {".npy"}]
-    if not found:
-        raise DataError(f"{path}: holds no picture ({', '.join(sorted(PICTURES))}) and no .npy file")
-    return found
-
-
-def read_inputs(
-    paths: Sequence[Path], shape: Sequence[int], *, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)
-) -> Iterator[tuple[Path, Floats]]:
-    """Yield each file as a batch of one, in the shape that the network takes.
-
-    Pictures are scaled to size, to numbers from 0 to 1, and then normalized by `mean` and `std`, one per channel or
-    one for all. Arrays are taken as they are.
-    """
-    for path in paths:
-        yield path, (_array(path, shape) if path.suffix.lower() == ".npy" else _picture(path, shape, mean, std))
-
-
-def _array(path: Path, shape: Sequence[int]) -> Floats:
-    array = read_array(path)
-    if _fits(array.shape, shape):
-        array = array[None]
-    if not _fits(array.shape[1:], shape) or len(array) == 0 or array.dtype.kind not in "fiub":
-        found = f"{list(array.shape)} {printable(array.dtype, 40)}"
-        raise DataError(f"{path}: an array of shape {list(shape)} is expected, got {found}")
-    with np.errstate(over="ignore"):
-        values = np.asarray(array, np.float32)
-    if not (math.isfinite(values.min()) and math.isfinite(values.max())):
-        raise DataError(f"{path}: has NaN or infinite entries, or some too large for 32 bits; save finite numbers")
-    return values
-
-
-def read_array(path: Path) -> npt.NDArray[Any]:
-    """Return the array in an .npy file, mapped into memory: it cannot claim more numbers than the file has."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers that Python 2 wrote
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(array, np.ndarray):
-            array.close()
-            raise ValueError("an archive of several arrays")
-    except Exception as error:  # a damaged header fails in a dozen ways, each with an exception of its own
-        raise DataError(f"{path}: cannot be read as a numpy array ({printable(error, 200)}); save it again") from error
-    return array
-
-
-def _fits(found: Sequence[int], shape: Sequence[int]) -> bool:
-    """Tell whether a shape is the one that is wanted, in which 0 stands for any size."""
-    return len(found) == len(shape) and all(size in (0, own) for size, own in zip(shape, found, strict=True))
-
-
-def _picture(path: Path, shape: Sequence[int], mean: Sequence[float], std: Sequence[float]) -> Floats:
-    if len(shape) != 3 or shape[0] not in (1, 3):
-        raise DataError(
-            f"{path}: the network takes inputs of shape {list(shape)}, which no picture has; use .npy files"
-        )
-    try:
-        return as_batch(read_picture(path), shape, mean=mean, std=std)
-    except (DataError, OSError) as error:
-        raise DataError(f"{path}: {printable(getattr(error, 'strerror', None) or error, 300)}") from error
 
 
 def read_picture(path: Path) -> Any:
@@ -177,17 +106,6 @@ def count_scans(data: bytes) -> int:
     while data[at : at + 1] == b"\xff" and data[at : at + 2] != b"\xff\xda":
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big") if data[at + 1 : at + 2] != b"\xff" else 1
     return data.count(b"\xff\xda", at)
-
-
-def as_batch(picture: Any, shape: Sequence[int], *, mean: Sequence[float], std: Sequence[float]) -> Floats:
-    """Return what `decode` gives as a batch of one: scaled to size, to numbers from 0 to 1, and normalized."""
-    channels = shape[0]
-    height, width = shape[1] or picture.height, shape[2] or picture.width  # a free size is that of the picture
-    mode, smooth = "RGB" if channels == 3 else "L", pillow().Resampling.BILINEAR
-    scaled = np.asarray(picture.convert(mode).resize((width, height), smooth), np.float32)
-    pixels = scaled.reshape(height, width, channels) / 255
-    normal = (pixels - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
-    return np.asarray(normal.transpose(2, 0, 1)[None], np.float32)
 
 
 def pillow() -> Any:

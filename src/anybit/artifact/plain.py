@@ -12,8 +12,8 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper, version_converter
 from onnx.reference import ReferenceEvaluator
 
 from anybit.artifact import protobuf_scan
-from anybit.artifact.check import OLDEST, OPSET, bytes_of, check_model, tensors_of
-from anybit.artifact.model import OnnxModel, all_graphs, location, names_in, shaped
+from anybit.artifact.check import OLDEST, OPSET, bytes_of, check_length, check_model, tensors_of
+from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, shaped
 from anybit.artifact.normalize import as_bytes, normalize
 from anybit.common.text import printable
 from anybit.errors import FileError
@@ -34,6 +34,7 @@ def read_model_file(path: Path) -> OnnxModel:
         with path.open("rb") as file:
             protobuf_scan.check_cost(file, size)
         model.proto.ParseFromString(path.read_bytes())
+        check_length(model.graph, where=str(path))
         _load_external(model, path)
         normalize(model, where=str(path))
         if not _as_it_is(model):
@@ -88,6 +89,9 @@ def _load_external(model: OnnxModel, path: Path) -> None:
 
 def _converted(model: OnnxModel) -> OnnxModel:
     """Return a model with the operators of this version; the converter sees large tensors as inputs."""
+    for tensor in model.graph.initializer:
+        if len(tensor.raw_data) >= LARGE:  # the converter would copy it several times
+            model.fill(tensor, model.array(tensor))
     large = [tensor for tensor in model.graph.initializer if model.apart(tensor) is not None]
     rest = OnnxModel(model.copy().proto)
     rest.set_initializers([tensor for tensor in model.graph.initializer if model.apart(tensor) is None])

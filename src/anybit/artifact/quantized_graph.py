@@ -53,10 +53,13 @@ SATURATES = 2**15
 """Processors without VNNI add two products in 16 bits, unless they are told not to."""
 
 
-def quantized_graph(master: Master, numbers: Numbers, *, packed: bool) -> tuple[OnnxModel, bool]:
+def quantized_graph(
+    master: Master, numbers: Numbers, *, packed: bool, anywhere: bool = False
+) -> tuple[OnnxModel, bool]:
     """Return the model at these numbers, and whether it needs exact sums (`session.x64quantprecision`).
 
-    `packed` stores weights of up to 4 bits as INT4: half the size, a little slower to load.
+    `packed` stores weights of up to 4 bits as INT4: half the size, a little slower to load. `anywhere` stores weights
+    whose sums could saturate as unsigned bytes: the same numbers, exact on every processor without any option.
     """
     plan, model = master.plan, master.model.copy()
     graph = model.graph
@@ -70,8 +73,12 @@ def quantized_graph(master: Master, numbers: Numbers, *, packed: bool) -> tuple[
     # Before that version only bytes can be dequantized by one operator.
     bytewise = {name: found for name, found in codes.items() if new or found.values.dtype == np.int8}
     flow = Flow(model, bytewise, grids, narrow)
-    saturates = flow.saturates()
-    if saturates:
+    saturates = bool(flow.saturating())
+    if saturates and anywhere:
+        wide = {weight for _, weight in flow.saturating()}
+        codes = {name: unsigned(found) if name in wide else found for name, found in codes.items()}
+        saturates = False
+    elif saturates:
         # With that option ONNX Runtime makes signed bytes unsigned, and fails where two layers share them.
         uses = Counter(name for node in graph.node for name in node.input)
         codes = {name: unsigned(found) if uses[name] > 1 else found for name, found in codes.items()}
@@ -115,12 +122,13 @@ class Flow:
                 self.inputs[node.input[0], node.input[1]] = min(sources)
         self.fused = {weight for _, weight in self.inputs}
 
-    def saturates(self) -> bool:
-        """Tell whether the sum of two products could leave 16 bits."""
-        return any(
-            2 * largest(self.codes[weight]) * _highest_byte(self.grids[source]) >= SATURATES
-            for (_, weight), source in self.inputs.items()
-        )
+    def saturating(self) -> list[tuple[str, str]]:
+        """Return the inputs and weights of layers in which the sum of two products could leave 16 bits."""
+        return [
+            layer
+            for layer, source in self.inputs.items()
+            if 2 * largest(self.codes[layer[1]]) * _highest_byte(self.grids[source]) >= SATURATES
+        ]
 
     def _passes(self, node: NodeProto) -> bool:
         if node.op_type == "Pad" and len(node.input) > 2 and node.input[2]:

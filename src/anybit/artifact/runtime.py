@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import TensorProto
 
-from anybit.artifact.bounds import limit_memory
+from anybit.artifact.bounds import limit_memory, memory_advice
 from anybit.artifact.model import OnnxModel
 from anybit.common.text import printable
-from anybit.errors import FileError
+from anybit.errors import DataError, FileError, SpecError
 
 EXACT = "session.x64quantprecision"
 """Without it, processors that lack VNNI add up products of 8-bit weights in 16 bits, and saturate."""
 
 NOTHING = 4
 """What it has to say is in the exceptions that it raises."""
+
+SECONDS, SETTING = 300.0, "ANYBIT_SECONDS"
+"""How long one run on a calibration input may take, and the environment variable that sets another limit."""
+
+TYPES = {
+    "tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8,
+    "tensor(uint64)": np.uint64, "tensor(uint32)": np.uint32, "tensor(uint16)": np.uint16, "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
+}  # fmt: skip
+"""What numpy calls the types of inputs."""
 
 
 def onnxruntime() -> Any:
@@ -62,3 +76,48 @@ def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: 
         raise FileError(f"{where}: ONNX Runtime does not take this graph ({reason})") from error
     engine.large_tensors = values  # it computes on the arrays themselves, so they must live as long as it does
     return engine
+
+
+class TooSlow(DataError):  # noqa: N818
+    """A run that was stopped because its time was over."""
+
+
+def time_limit() -> float:
+    """Return how many seconds one run on a calibration input may take."""
+    text = os.environ.get(SETTING, "")
+    try:
+        seconds = float(text or SECONDS)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:  # NaN is not
+        raise SpecError(f"{SETTING} must be a number of seconds such as {SECONDS:g}, got {text[:40]!r}")
+    return seconds
+
+
+def run_in_time(engine: Any, outputs: Sequence[str] | None, feed: Mapping[str, Any], seconds: float) -> list[Any]:
+    """Run a compiled network and stop it when it takes too long: a loop in a stranger's file may have no end.
+
+    Raises:
+        TooSlow: The time is over.
+        DataError: The network does not take the input.
+    """
+    options = onnxruntime().RunOptions()
+    options.log_severity_level = NOTHING
+    over = threading.Event()
+
+    def stop() -> None:
+        over.set()
+        options.terminate = True
+
+    clock = threading.Timer(seconds, stop)
+    clock.daemon = True
+    clock.start()
+    try:
+        found: list[Any] = engine.run(outputs, dict(feed), options)
+    except Exception as error:  # ONNX Runtime has no common base for its exceptions
+        if over.is_set():
+            raise TooSlow(f"a run took more than {seconds:g} s and was stopped; {SETTING} sets another limit") from None
+        raise DataError(printable(" ".join(str(error).split()), 200) + memory_advice(str(error))) from error
+    finally:
+        clock.cancel()
+    return found

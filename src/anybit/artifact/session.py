@@ -17,9 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from anybit.artifact.bounds import memory_advice
+from anybit.artifact.coverage import table_rows
+from anybit.artifact.feeding import Preprocessing
+from anybit.artifact.inputs import Input, inputs_of
+from anybit.artifact.made_up import made_up_inputs, shapes_in
 from anybit.artifact.master import Master, open_master
 from anybit.artifact.quantized_graph import quantized_graph
-from anybit.artifact.runtime import compile_model
+from anybit.artifact.runtime import TYPES, compile_model
 from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.plan.numbers import Kept, Numbers
@@ -91,6 +95,16 @@ class Session:
         return self.master.inputs
 
     @property
+    def takes(self) -> tuple[Input, ...]:
+        """The network's inputs: name, type and shape of each."""
+        return inputs_of(self.master.graph.graph, self.plan)
+
+    @property
+    def feeding(self) -> Preprocessing:
+        """How pictures become inputs, and the names of the classes, as the master tells them."""
+        return Preprocessing.of(self.master.header.about, where=str(self.master.path))
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """The names of the network's outputs."""
         return self.master.outputs
@@ -157,6 +171,26 @@ class Session:
         outputs = dict(zip(self.outputs, results, strict=True))
         return (results[0] if len(results) == 1 else outputs), now.bits
 
+    def example(self) -> dict[str, Array]:
+        """Return a made-up input that the network takes, of the shape that it was captured or calibrated with.
+
+        Raises:
+            DataError: None of the sizes that were tried works.
+        """
+        ranges = {a.name: a.ranges[0][1] for a in self.plan.activations if a.kind == "input" and a.ranges}
+        seen = self.master.header.about.get("shapes")
+        usual = {value.name: value.usual for value in self.takes} | (shapes_in(seen) if isinstance(seen, dict) else {})
+        try:
+            return made_up_inputs(
+                self._now.engine,
+                ids=table_rows(self.master.model),
+                interval={name: (r.low, r.high) for name, r in ranges.items()},
+                usual=usual,
+                where=str(self.master.path),
+            )[0]
+        except DataError as error:
+            raise DataError(str(error).replace("pass calibration inputs", "name some with --input")) from error
+
     def _feed(self, x: Inputs, engine: Any) -> dict[str, Array]:
         given = x if isinstance(x, Mapping) else {self.inputs[0]: x}
         if set(given) != set(self.inputs):
@@ -166,30 +200,23 @@ class Session:
         return {value.name: _as_input(given[value.name], value) for value in engine.get_inputs()}
 
 
-_TYPES = {
-    "tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
-    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8,
-    "tensor(uint16)": np.uint16, "tensor(uint8)": np.uint8, "tensor(bool)": np.bool_,
-}  # fmt: skip
-
-
 def _as_input(x: npt.ArrayLike, wanted: Any) -> Array:
     """Return an array of the type and shape that an input wants, or say what it wants."""
     try:
         array = np.asarray(x)
-        kind = _TYPES[wanted.type]
+        kind = TYPES[wanted.type]
         if array.dtype.kind not in "fiub" or (np.issubdtype(kind, np.integer) and array.dtype.kind == "f"):
             raise TypeError
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, KeyError):
         found = getattr(x, "dtype", type(x).__name__)
         raise DataError(f"input {wanted.name!r} takes numbers of type {wanted.type}; got {found}") from None
     shape = wanted.shape
     if not shape and array.ndim:  # a file that does not say how many dimensions it wants
-        return np.ascontiguousarray(array, kind)
+        return np.asarray(array, kind, order="C")
     fits = array.ndim == len(shape) and all(
         not isinstance(size, int) or size == found for size, found in zip(shape, array.shape, strict=True)
     )
     if not fits:
         spoken = " x ".join(str(size) if isinstance(size, int) else "N" for size in shape)
         raise DataError(f"input {wanted.name!r} has the shape {spoken}; got {list(array.shape)}")
-    return np.ascontiguousarray(array, kind)
+    return np.asarray(array, kind, order="C")

@@ -2,78 +2,119 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from anybit.cli.options import preprocessing
 from anybit.cli.show import console, progress_bars
-from anybit.errors import DataError, SpecError
-
-if TYPE_CHECKING:
-    import onnx
-
-    from anybit.plan.points import Plan
+from anybit.errors import SpecError
 
 T = TypeVar("T")
+
+PICTURES, SETTINGS = "How pictures are fed (stored in the master)", "How it is quantized"
 
 
 def adopt(
     model: Annotated[Path, typer.Argument(help="An ONNX model in floating point.")],
     out: Annotated[Path | None, typer.Option(help="The master to write.", show_default="MODEL-anybit.onnx")] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="Pictures or .npy files whose values set the ranges; else batch norm does.")
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Inputs whose values set the ranges: a folder of pictures, .npy, .npz, file.py:function or "
+            "module:function; name=WHAT for each of several inputs.",
+        ),
     ] = None,
-    mean: Annotated[str, typer.Option(help="Mean of the pixels (0 to 1), one number or one per channel.")] = "0",
-    std: Annotated[str, typer.Option(help="Deviation of the pixels, one number or one per channel.")] = "1",
-    per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = True,
-    store: Annotated[str, typer.Option(help="How weights are stored: fp32, fp16 or int8.")] = "fp32",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many of these inputs are used.")] = 16,
+    preprocess: Annotated[
+        str | None,
+        typer.Option(
+            help="By name: imagenet, imagenet-bgr, caffe, tf, yolo, ocr-line, ocr-page, 0-1, 0-255 or -1-1; the other "
+            "flags change it.",
+            rich_help_panel=PICTURES,
+        ),
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="HEIGHTxWIDTH or one number; 0 is free.", rich_help_panel=PICTURES)
+    ] = None,
+    resize: Annotated[
+        str | None, typer.Option(help="squash, crop, pad or letterbox.", rich_help_panel=PICTURES)
+    ] = None,
+    channels: Annotated[str | None, typer.Option(help="rgb, bgr or grey.", rich_help_panel=PICTURES)] = None,
+    layout: Annotated[str | None, typer.Option(help="nchw or nhwc.", rich_help_panel=PICTURES)] = None,
+    scale: Annotated[
+        str | None, typer.Option(help="What bytes become: 0-1, 0-255 or -1-1.", rich_help_panel=PICTURES)
+    ] = None,
+    mean: Annotated[
+        str | None, typer.Option(help="Then taken off: one number, or three.", rich_help_panel=PICTURES)
+    ] = None,
+    std: Annotated[
+        str | None, typer.Option(help="Then divided by: one number, or three.", rich_help_panel=PICTURES)
+    ] = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="A text file with the name of a class a line.", rich_help_panel=PICTURES)
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="default or paper.", rich_help_panel=SETTINGS)] = None,
+    method: Annotated[
+        str | None, typer.Option(help="How inputs set a range: mse, min-max or percentile.", rich_help_panel=SETTINGS)
+    ] = None,
+    sensitive: Annotated[
+        str | None, typer.Option(help="Sensitive layers: 8-bit, same or float.", rich_help_panel=SETTINGS)
+    ] = None,
+    helpers: Annotated[
+        str | None,
+        typer.Option(help="equalize, bias, sums, clip, several with commas, or all.", rich_help_panel=SETTINGS),
+    ] = None,
+    per_channel: Annotated[
+        bool | None,
+        typer.Option(
+            "--per-channel/--per-tensor", help="Scales of a weight.", show_default=False, rich_help_panel=SETTINGS
+        ),
+    ] = None,
+    store: Annotated[
+        str, typer.Option(help="How weights are stored: fp32, fp16 or int8.", rich_help_panel=SETTINGS)
+    ] = "fp32",
 ) -> None:
     """Write a master made of a plain ONNX model, without its training code and without PyTorch.
 
-    Ranges come from your inputs, else from normalization layers, else from inputs that are made up; the last lines say
-    how much of the network is quantized, and how sure its ranges are.
+    Ranges come from your inputs, else from normalization layers, else from inputs that are made up. The last lines say
+    how much of the network is quantized, what is not, and how sure the ranges are.
 
-    Example: anybit adopt other.onnx --out model.onnx --calibrate images/ --mean "0.49 0.48 0.45" --std "0.25 0.24 0.26"
+    Example: anybit adopt other.onnx --out model.onnx --calibrate images/ --preprocess imagenet
     """
     from anybit.artifact.adopt import adopt as run
+    from anybit.artifact.coverage import Coverage, summary
+    from anybit.artifact.inputs import inputs_of, read_feeds
     from anybit.artifact.master import open_master
-    from anybit.artifact.pictures import find_inputs, read_inputs
     from anybit.artifact.plain import read_plain
     from anybit.artifact.storage import size_on_disk
 
     target = out or model.with_name(f"{model.stem}-anybit.onnx")
     if target.resolve() == model.resolve():
         raise SpecError(f"{target}: is the file that is read; name another one with --out")
-    normal = {"mean": numbers(mean, "mean"), "std": numbers(std, "std")}
+    flags = {
+        "size": size, "resize": resize, "channels": channels, "layout": layout,
+        "scale": scale, "mean": mean, "std": std,
+    }  # fmt: skip
+    how = preprocessing(preprocess, labels, **flags)
+    said = any(flag is not None for flag in (preprocess, labels, *flags.values()))
+    named = None if helpers is None else helpers.replace(",", " ").split()
+    chosen: dict[str, Any] = {
+        "preset": preset, "method": method, "sensitive": sensitive, "per_channel": per_channel, "helpers": named,
+    }  # fmt: skip
+    settings = {name: value for name, value in chosen.items() if value is not None}
     with progress_bars() as start:
         feeds = None
-        if calibrate is not None:
-            name, shape = one_input(read_plain(model), model)
-            files = find_inputs(calibrate)
-            advance = start("inputs", len(files))
-            feeds = watched(({name: x} for _, x in read_inputs(files, shape, **normal)), advance)
-        plan = run(model, target, calibration=feeds, per_channel=per_channel, store=store, about={"input": normal})
-    for line in summary(plan, open_master(target).header.about["quantized_share"]):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"{target}: {size_on_disk(target) / 1e6:.2f} MB", highlight=False)
-
-
-def summary(plan: Plan, share: float) -> list[str]:
-    """Say in a few lines what of a network is quantized, what is not, and where the ranges came from."""
-    words = {"calibration": "your inputs", "made-up": "made-up inputs"}
-    named = [a.ranges[0][1].source for a in plan.activations if a.ranges]
-    sources = Counter(next((w for k, w in words.items() if k in source), "the network itself") for source in named)
-    ranges = ", ".join(f"{n} from {name}" for name, n in sources.items()) or "none"
-    lines = [f"{100 * share:.0f}% of the weights can be quantized, in {len(plan.weights)} tensors; ranges: {ranges}"]
-    if sources["made-up inputs"]:
-        lines.append("ranges from made-up inputs are a guess; --calibrate with a few real ones makes them sure")
-    if share < 0.5:
-        lines.append("warning: less than half of the weights can be quantized, so little is gained")
-    lines += [f"stays in floating point: {entry.name} ({entry.reason})" for entry in plan.left[:5]]
-    return lines + ([f"... and {len(plan.left) - 5} more"] if len(plan.left) > 5 else [])
+        if calibrate:
+            found = read_feeds(calibrate, inputs_of(read_plain(model).graph), how, limit=limit)
+            feeds = watched((feed for _, feed in found), start("inputs", limit))
+        plan = run(model, target, calibration=feeds, store=store, preprocessing=how if said else None, **settings)
+    for line in summary(plan, Coverage(**open_master(target).header.about["quantized"])):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{target}: {size_on_disk(target) / 1e6:.2f} MB", highlight=False, soft_wrap=True, markup=False)
 
 
 def watched(values: Iterable[T], advance: Callable[[int], None]) -> Iterator[T]:
@@ -87,29 +128,3 @@ def watched(values: Iterable[T], advance: Callable[[int], None]) -> Iterator[T]:
     for value in values:
         yield value
         advance(1)
-
-
-def numbers(text: str, what: str) -> list[float]:
-    """Read one or three numbers.
-
-    >>> numbers("0.5 1 2", "mean")
-    [0.5, 1.0, 2.0]
-    """
-    try:
-        found = [float(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        found = []
-    if len(found) not in (1, 3) or (what == "std" and min(found) <= 0):
-        raise SpecError(f"{what} is one number or three, such as 0.5; got {text!r}")
-    return found
-
-
-def one_input(model: onnx.ModelProto, path: Path) -> tuple[str, tuple[int, ...]]:
-    """Return name and shape of a model's only input, without the batch dimension; a free size is 0."""
-    values: list[Any] = list(model.graph.input)
-    if len(values) != 1:
-        raise DataError(f"{path}: takes {len(values)} inputs; calibration from files is for models with one")
-    sizes = [dim.dim_value for dim in values[0].type.tensor_type.shape.dim][1:]
-    if not sizes:
-        raise DataError(f"{path}: the input {values[0].name!r} has no shape; pass .npy files to anybit.adopt in Python")
-    return values[0].name, tuple(sizes)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anybit.cli.needs import needs_torch
+from anybit.cli.options import What
 from anybit.cli.show import console, progress_bars
 from anybit.spec import Bits
 
@@ -24,18 +25,24 @@ def bench(
     widths: Annotated[
         str, typer.Option(help="Pairs of widths, weights and activations, separated by blanks.")
     ] = "FP W8A8 W4A8 W4A4",
+    inputs: What = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many of these inputs are used.")] = 64,
     data: Annotated[str | None, typer.Option(help="A data set, or an .npz file: measure test accuracy too.")] = None,
     threads: Annotated[int, typer.Option(help="Threads that a run may use.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="How often each width is timed.")] = 15,
     out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Print file size, memory, time per input and accuracy for each width; all widths are timed in turns.
+    """Print file size, memory and time per input for each width; all widths are timed in turns.
 
-    Example: anybit bench model.onnx --widths "FP W8A8 W4A4" --data digits
+    With --input also how much is lost: on these inputs, how often the answer is that of floating point (the largest
+    score), and how far the outputs are away from it. With --data the accuracy.
+
+    Example: anybit bench model.onnx --widths "FP W8A8 W4A4" --input images/
     """
     from anybit.artifact.bench import bench as run
     from anybit.artifact.bench import steps_of
+    from anybit.artifact.inputs import read_feeds
     from anybit.artifact.session import load
     from anybit.common.files import write_json
     from anybit.common.provenance import origin
@@ -51,11 +58,12 @@ def bench(
             labelled = x.numpy(), y.numpy()
         ready(1)
         session = load(master, threads=threads, keep=max(1, len(pairs)))
+        feeds = [feed for _, feed in read_feeds(inputs, session.takes, session.feeding, limit=limit)] if inputs else []
         ready(1)
-        advance = start("rounds", steps_of(pairs, rounds))
-        gains = run(session, pairs, rounds=rounds, data=labelled, on_step=lambda: advance(1))
+        advance = start("rounds", steps_of(pairs, rounds, len(feeds)))
+        gains = run(session, pairs, rounds=rounds, data=labelled, inputs=feeds, on_step=lambda: advance(1))
     record = {
-        "master": master.name, "threads": threads, "rounds": rounds, "batch": 32, "data": data,
+        "master": master.name, "threads": threads, "rounds": rounds, "data": data, "inputs": len(feeds),
         "rows": [gain.to_dict() for gain in gains], "origin": origin(),
     }  # fmt: skip
     if out is not None:
@@ -69,31 +77,41 @@ def bench(
 def _table(gains: Sequence[Gain], title: str) -> Table:
     from rich.table import Table
 
+    from anybit.artifact.answers import worst
+
     table = Table(title=title, title_justify="left", title_style="bold")
-    heads = (
-        "widths",
-        "file MB",
-        "memory MB",
-        "ms, batch 1",
-        "times FP",
-        "inputs/s, batch 32",
-        "times FP",
-        "accuracy %",
-    )
-    for head in heads:
-        table.add_column(head, justify="left" if head == "widths" else "right")
+    batch = max(gain.batch for gain in gains)
+    rows = []
     for gain in gains:
-        table.add_row(
-            str(Bits(gain.weights, gain.activations)),
-            f"{gain.file_bytes / 1e6:.2f}",
-            f"{gain.resident_bytes / 1e6:.1f}",
-            f"{1000 * gain.latency:.2f}",
-            ratio(gain.speedup),
-            f"{gain.throughput:.0f}",
-            ratio(gain.speedup_batch),
-            "" if gain.accuracy is None else f"{100 * gain.accuracy:.2f}",
-        )
+        same, error = worst(gain.losses)
+        cells = {
+            "widths": str(Bits(gain.weights, gain.activations)),
+            "same as FP": percent(same),
+            "error": percent(error),
+            "accuracy": percent(gain.accuracy),
+            "file MB": f"{gain.file_bytes / 1e6:.2f}",
+            "memory MB": f"{gain.resident_bytes / 1e6:.1f}",
+            "ms": f"{1000 * gain.latency:.2f}",
+            "times FP": ratio(gain.speedup),
+            f"inputs/s by {batch}": f"{gain.throughput:.0f}" if batch > 1 else "",
+            f"times FP by {batch}": ratio(gain.speedup_batch) if batch > 1 else "",
+        }
+        rows.append(cells)
+    shown = [head for head in rows[0] if any(row[head] for row in rows)]
+    for head in shown:
+        table.add_column(head, justify="left" if head == "widths" else "right")
+    for row in rows:
+        table.add_row(*(row[head] for head in shown))
     return table
+
+
+def percent(share: float | None) -> str:
+    """Return a part of a whole in percent, or nothing.
+
+    >>> percent(0.1234), percent(None)
+    ('12.3%', '')
+    """
+    return "" if share is None else f"{100 * share:.1f}%"
 
 
 def ratio(speedup: tuple[float, float, float] | None) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 import typer
+from rich.markup import escape
 
 from anybit import __version__
 from anybit.cli import (
@@ -69,19 +70,34 @@ PANELS: dict[str, dict[str, tuple[Callable[..., object], str]]] = {
         "save": (save.save, "Write a checkpoint as one ONNX file for every width."),
     },
     "Integrators: somebody else's file, no PyTorch": {
-        "adopt": (adopt.adopt, "Make a plain ONNX classifier switchable."),
+        "adopt": (adopt.adopt, "Make a plain ONNX file switchable."),
         "export": (export.export, "Write one width as plain ONNX."),
-        "run": (run.run, "Classify files at the width a policy chooses."),
+        "run": (run.run, "Run inputs at the width you or a policy choose."),
         "watch": (watch.watch, "Show battery and width, live."),
         "serve": (serve.serve, "Try a file at every width in the browser."),
-        "bench": (bench.bench, "Measure size, memory, speed and accuracy by width."),
+        "bench": (bench.bench, "Measure what each width gains and what it loses."),
     },
 }
 """The verbs by who needs them, each with what it does in one line."""
 
+
+def _literally(function: Callable[..., object]) -> Callable[..., object]:
+    """Let help texts say [brackets], which would be taken for markup."""
+    function.__doc__ = escape(function.__doc__ or "")
+    for hint in get_type_hints(function, include_extras=True).values():
+        for info in getattr(hint, "__metadata__", ()):
+            if isinstance(getattr(info, "help", None), str) and id(info) not in _escaped:
+                info.help = escape(info.help)
+                _escaped.add(id(info))
+    return function
+
+
+_escaped: set[int] = set()
+"""The options whose help texts are done: verbs share some."""
+
 for panel, verbs in PANELS.items():
     for name, (function, short) in verbs.items():
-        app.command(name=name, short_help=short, rich_help_panel=panel)(function)
+        app.command(name=name, short_help=short, rich_help_panel=panel)(_literally(function))
 
 
 def main(argv: list[str] | None = None) -> None:

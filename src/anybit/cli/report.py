@@ -5,17 +5,31 @@ from __future__ import annotations
 import os
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from anybit.cli.show import console
+from anybit.cli import words
+from anybit.cli.needs import needs_torch
+from anybit.cli.show import console, progress_bars
+from anybit.cli.sweep import measured
+from anybit.errors import SpecError
 from anybit.pages.page import write_report
-from anybit.pages.rows import read_rows
+from anybit.pages.rows import GRID, read_rows
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or files of rows; several are put side by side.")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="Run folders, or files of rows; several are put side by side. Or one network to measure."),
+    ],
+    weights: words.Weights = None,
+    data: words.Data = None,
+    metric: words.Metric = None,
+    calibrate: words.Calibrate = None,
+    preset: words.Preset = None,
+    size: words.Size = None,
+    device: words.Device = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The page. Default: report.html beside the rows, of several runs in the folder of them all."),
@@ -24,14 +38,28 @@ def report(
 ) -> None:
     """Turn what `anybit sweep` measured into one self-contained HTML page; the others are compared with the first.
 
+    With --data, one network is measured at every width first.
+
     Example: anybit report runs/digits-base-0 runs/digits-l1-0 --open
     """
-    paths = list(dict.fromkeys(path / "rows.json" if path.is_dir() else path for path in runs))
-    files = [read_rows(path) for path in paths]
-    page = out or Path(os.path.commonpath([path.parent.resolve() for path in paths])) / "report.html"
-    if out is None and len(files) == 1:
-        page = paths[0].parent / "report.html"
-    write_report(files, page, [str(path.parent if path.name == "rows.json" else path) for path in paths])
+    paths = list(dict.fromkeys(Path(run) / "rows.json" if Path(run).is_dir() else Path(run) for run in runs))
+    if data is not None or weights is not None:
+        if len(runs) > 1:
+            raise SpecError("report measures one network at a time; sweep each with --out, and report the files")
+        with needs_torch("anybit report"):
+            from anybit.task.task import load_task
+        asked: dict[str, Any] = {"metric": metric, "size": size, "device": device, "what": "anybit report"}
+        task = load_task(runs[0], weights=weights, data=data, **asked)
+        with progress_bars() as start:
+            files = [measured(task, list(GRID), start, calibrate, words.settings(preset, None, None, None, None))]
+        page, names = out or Path("report.html"), [task.name]
+    else:
+        files = [read_rows(path) for path in paths]
+        page = out or Path(os.path.commonpath([path.parent.resolve() for path in paths])) / "report.html"
+        if out is None and len(files) == 1:
+            page = paths[0].parent / "report.html"
+        names = [str(path.parent if path.name == "rows.json" else path) for path in paths]
+    write_report(files, page, names)
     console.print(str(page), highlight=False, soft_wrap=True)
     if show:
         webbrowser.open(page.resolve().as_uri())

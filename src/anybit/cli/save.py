@@ -1,109 +1,143 @@
-"""`anybit save runs/digits-l1-0 --out model.onnx`: from a checkpoint to one file that runs at any width."""
+"""`anybit save runs/digits-l1-0 --out model.onnx`: from a network to one file that runs at any width."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anybit.cli import words
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import console, progress_bars
-from anybit.spec import Bits
+from anybit.common.progress import Advance
+from anybit.pages.rows import SHARES
+from anybit.spec import Bits, Row
 
 if TYPE_CHECKING:
-    from anybit.data import Dataset
+    from anybit.task.task import Task
 
 
 def save(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the run folder it is in.")],
+    model: words.Model,
+    weights: words.Weights = None,
+    data: words.Data = None,
     out: Annotated[Path, typer.Option(help="The master to write.")] = Path("model.onnx"),
     store: Annotated[str, typer.Option(help="How weights are stored: fp32, fp16 or int8.")] = "fp32",
     widths: Annotated[
-        str, typer.Option(help="Measure test accuracy at these widths and write it into the file.")
+        str, typer.Option(help="Measure on test data at these widths and write it into the file.")
     ] = "FP W8A8 W4A8 W4A4",
-    data: Annotated[str | None, typer.Option(help="Another data set than the one it was trained on.")] = None,
-    per_channel: Annotated[bool, typer.Option(help="One scale per output channel of a weight.")] = False,
-    helpers: Annotated[
-        str, typer.Option(help="Data-free helpers: equalize, bias, sums, clip, several with commas, or all.")
-    ] = "",
+    metric: words.Metric = None,
+    calibrate: words.Calibrate = None,
+    preset: words.Preset = None,
+    per_channel: words.PerChannel = None,
+    asymmetric: words.Asymmetric = None,
+    helpers: words.Helpers = None,
+    sensitive: words.Sensitive = None,
+    size: words.Size = None,
+    shape: Annotated[
+        str | None, typer.Option("--input", help="Without data: the shape of one input, such as 3x224x224.")
+    ] = None,
+    device: words.Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
-    """Write a checkpoint as a master: an ONNX file that runs at any width, without PyTorch.
+    """Write a network as a master: an ONNX file that runs at any width, without PyTorch.
 
-    With --store int8 lower widths are derived from the 8-bit codes; the accuracy of both ways is printed.
+    With --store int8 lower widths are derived from the 8-bit codes; both ways are measured.
 
-    Example: anybit save runs/digits-l1-0 --out digits.onnx --store int8
+    Example: anybit save my_model.py:make --weights best.pt --data my_data.py:loaders --out mine.onnx
     """
-    pairs = [Bits.parse(word) for word in widths.split()]
-    chosen = helpers.replace(",", " ").split()
+    pairs, chosen = (
+        [Bits.parse(word) for word in widths.split()],
+        words.settings(preset, per_channel, asymmetric, helpers, sensitive),
+    )
     with progress_bars() as start:
         ready = start("getting ready", 4)
         with needs_torch("anybit save"):
             from anybit.artifact.header import Header
             from anybit.artifact.master import write_master
             from anybit.artifact.storage import size_on_disk
-            from anybit.common.provenance import origin
-            from anybit.data import load_dataset
-            from anybit.simulate.prepare import prepare
             from anybit.simulate.to_onnx import translate
-            from anybit.train.checkpoint import load_model
+            from anybit.task.task import load_task
         ready(1)
-        path = checkpoint / "model.safetensors" if checkpoint.is_dir() else checkpoint
-        model, known = load_model(path)
-        dataset = load_dataset(data or str(known.get("data", "")), code=data is not None)
-        x, y = dataset.test.fitting().tensors()
-        test = x.numpy(), y.numpy()
+        asked: dict[str, Any] = {"metric": metric, "size": size, "device": device, "shape": words.shape(shape)}
+        task = load_task(model, weights=weights, data=data, what="anybit save", **asked)
         ready(1)
-        example, inputs = dataset.test.x[:2], dataset.input_range
-        net = prepare(model, example, input_range=inputs, per_channel=per_channel, helpers=chosen)
+        net = task.network(calibrate=calibrate, **chosen).cpu()
         ready(1)
         graph = translate(net)
         ready(1)
-    about: dict[str, Any] = {
-        "origin": origin(),
-        "training": known,
-        "data": dataset.name,
-        "classes": list(dataset.classes),
-        **pixels(dataset),
-        "helpers": chosen,
-    }
+    about = _about(task, chosen, calibrate)
     ways = {"measured": store, **({"measured_from_fp32": "fp32"} if store == "int8" else {})}
-    with tempfile.TemporaryDirectory() as folder, progress_bars() as start:
-        advance = start("widths", len(ways) * len(pairs))
-        for name, way in ways.items():
-            write_master(Path(folder) / "model.onnx", graph, Header(net.plan, way))
-            about[name] = accuracies(Path(folder) / "model.onnx", pairs, *test, advance=advance)
+    found: dict[str, list[Row]] = {}
+    if task.data.test is not None:
+        with tempfile.TemporaryDirectory() as folder, progress_bars() as start:
+            advance = start("widths", len(ways) * len(pairs))
+            for name, way in ways.items():
+                write_master(Path(folder) / "model.onnx", graph, Header(net.plan, way))
+                found[name] = _rows(Path(folder) / "model.onnx", task, pairs, advance)
+    measured = {name: {str(row.bits): row.accuracy for row in rows} for name, rows in found.items()}
+    kind = {row.metric for rows in found.values() for row in rows} - {"accuracy"}
+    about.update(measured, **({"metric": kind.pop()} if kind else {}))
     write_master(out, graph, Header(net.plan, store, about))
+    n = found["measured"][0].n if found else 0
     if as_json:
-        measured = {key: about[key] for key in ("measured", "measured_from_fp32") if key in about}
-        typer.echo(
-            json.dumps({"master": str(out), "bytes": size_on_disk(out), "n": len(test[1]), **measured}, indent=1)
-        )
+        typer.echo(json.dumps({"master": str(out), "bytes": size_on_disk(out), "n": n, **measured}, indent=1))
         return
-    for bits in map(str, pairs):
-        line = f"{bits:6} {100 * about['measured'][bits]:.2f}% of {len(test[1])}"
+    for i, row in enumerate(found.get("measured", [])):
+        line = f"{row.bits!s:6} {_value(row)} of {n}" + f" ({row.metric})" * (row.metric != "accuracy")
         if store == "int8":
-            line += f" from 8-bit codes, {100 * about['measured_from_fp32'][bits]:.2f}% from floating point"
+            line += f" from 8-bit codes, {_value(found['measured_from_fp32'][i])} from floating point"
         console.print(line, highlight=False)
     console.print(f"{out}: {size_on_disk(out) / 1e6:.2f} MB", highlight=False)
 
 
-def pixels(data: Dataset) -> dict[str, Any]:
-    """Return how a data set's pixels were normalized, for those whose inputs are pictures."""
-    return {} if data.pixels is None else {"input": dict(zip(("mean", "std"), map(list, data.pixels), strict=True))}
+def _value(row: Row) -> str:
+    return f"{100 * row.accuracy:.2f}%" if row.metric in SHARES else f"{row.accuracy:.4g}"
 
 
-def accuracies(master: Path, pairs: list[Bits], x: Any, y: Any, *, advance: Callable[[int], None]) -> dict[str, float]:
-    """Return the accuracy of a master at each pair of widths."""
-    from anybit.artifact.bench import accuracy_at
+def _about(task: Task, chosen: dict[str, Any], calibrate: str | None) -> dict[str, Any]:
+    """Return what a master says about where it comes from, without the folders of this machine."""
+    from anybit.common.provenance import origin
+    from anybit.task.task import without_paths
+
+    feeding = {} if task.preprocessing is None else task.preprocessing.to_about()
+    return {
+        "origin": origin(),
+        "training": without_paths(task.about),
+        "data": without_paths(task.data.name),
+        "classes": list(task.data.classes),
+        **feeding,
+        "settings": without_paths({**chosen, "calibrate": calibrate}),
+    }
+
+
+def _rows(master: Path, task: Task, pairs: list[Bits], advance: Advance) -> list[Row]:
+    """Return what a master scores on the test data at each pair of widths."""
+    import torch
+
     from anybit.artifact.session import load
+    from anybit.evaluate.batches import Batch, Takes
+    from anybit.evaluate.sweep import Run, measure
 
-    session, found = load(master, keep=1), {}
-    for bits in pairs:
-        found[str(bits)] = accuracy_at(session, bits, x, y)
+    session = load(master, keep=1)
+    names = [value.name for value in session.master.graph.graph.input]
+
+    def at(bits: Bits) -> Run:
+        session.set_bits(weights=bits.weights, activations=bits.activations)
+        return run
+
+    def run(batch: Batch) -> Any:
+        given = batch.kwargs or dict(zip(names, batch.args, strict=False))
+        found = session.run({name: value.numpy() for name, value in given.items()})
+        if isinstance(found, dict):
+            return {name: torch.from_numpy(value) for name, value in found.items()}
+        return torch.from_numpy(found)
+
+    rows = []
+    for row in measure(at, task.test("anybit save"), Takes.of(task.model), widths=pairs, metric=task.metric):
+        rows.append(row)
         advance(1)
-    return found
+    return rows

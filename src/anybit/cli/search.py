@@ -9,13 +9,20 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from anybit.cli import words
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import console, errors, progress_bars
 from anybit.errors import DataError, RecipeError, SpecError
 
 
 def search(
-    recipe: Annotated[Path, typer.Argument(help="The recipe of the training to be done later in full.")],
+    recipe: Annotated[
+        str, typer.Argument(help="The recipe of the training to be done later in full, or a network: my_model.py:make.")
+    ],
+    weights: words.Weights = None,
+    data: words.Data = None,
+    size: words.Size = None,
+    device: words.Device = None,
     vary: Annotated[
         str, typer.Option(help="Keys of the recipe that all get the searched value, separated by commas.")
     ] = "penalty.weight,penalty.activation",
@@ -51,13 +58,15 @@ def search(
         from anybit.common.files import write_json
         from anybit.common.provenance import origin
         from anybit.data import load_dataset
-        from anybit.train.recipe import load_recipe
+        from anybit.task.task import pick_device
+        from anybit.train.recipe import recipe_by_word
         from anybit.train.search import RATIOS, Knob
         from anybit.train.search import search as run
-    plan = load_recipe(recipe)
+    init = None if weights is None else str(weights)
+    plan = recipe_by_word(recipe, init=init, data__name=data, data__size=size)
     knob = Knob(tuple(_words(vary)), tuple(_number(word) for word in _words(values or "")))
     try:
-        data = load_dataset(plan.data.name, code=True)
+        found_data = load_dataset(plan.data.name, code=True, size=plan.data.size)
         with progress_bars() as start:
             advance = start("trials", len(knob.values or RATIOS) + (knob.aim == "strongest"))
 
@@ -70,8 +79,9 @@ def search(
 
             found = run(
                 plan,
-                data,
+                found_data,
                 knob,
+                device=pick_device(device),
                 storage=storage,
                 grace=grace,
                 finer=finer,

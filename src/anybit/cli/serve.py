@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import webbrowser
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anybit.cli.run import class_name, normalization
 from anybit.cli.show import console
 from anybit.errors import MissingDependency
 from anybit.policy import Reading, parse_steps, read_machine
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 def serve(
     master: Annotated[Path, typer.Argument(help="A master, as anybit save writes it.")],
-    examples: Annotated[Path | None, typer.Option(help="A folder of pictures that the page offers.")] = None,
+    examples: Annotated[Path | None, typer.Option(help="A folder of pictures or arrays that the page offers.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 takes any free one.")] = 0,
     steps: Annotated[str, typer.Option(help="Steps of policy battery: below so many percent at those widths.")] = "",
     threads: Annotated[int | None, typer.Option(help="Threads that a run may use; all cores by default.")] = None,
@@ -29,7 +27,8 @@ def serve(
 ) -> None:
     """Serve a page on this machine where the model runs at any width, until interrupted.
 
-    Only who has the printed address can use it, and only from this machine. Pictures that are uploaded stay in memory.
+    Only who has the printed address can use it, and only from this machine. What is uploaded, a picture or arrays in an
+    .npy or .npz file, is not kept.
 
     Example: anybit serve model.onnx --examples images/
     """
@@ -46,7 +45,7 @@ def serve(
 
 
 def make_app(master: Path, *, examples: Path | None = None, steps: str = "", threads: int | None = None) -> App:
-    """Return the page of a master, with names and normalization as the file tells them."""
+    """Return the page of a master."""
     from anybit.artifact.session import load
     from anybit.serve.app import App
     from anybit.serve.model import LiveModel
@@ -54,10 +53,11 @@ def make_app(master: Path, *, examples: Path | None = None, steps: str = "", thr
 
     chosen = parse_steps(steps.split())
     session = load(master, threads=threads)
-    about = session.master.header.about
-    model = LiveModel(session, name=functools.partial(class_name, about), **normalization(about, master))
     return App(
-        model, steps=chosen, examples=() if examples is None else read_examples(examples), machine=this_machine()
+        LiveModel(session),
+        steps=chosen,
+        examples=() if examples is None else read_examples(examples),
+        machine=this_machine(),
     )
 
 

@@ -8,14 +8,22 @@ from rich.console import Console
 from rich.table import Table
 
 from anybit.common.bars import errors, progress_bars
-from anybit.pages.rows import Summary
+from anybit.pages.rows import SHARES, Summary, shown
 
-__all__ = ["accuracy_table", "console", "errors", "progress_bars"]
+__all__ = ["accuracy_table", "console", "errors", "metric_table", "progress_bars"]
 
-console = Console()
+console = Console(emoji=False)
+"""A file may be called :boom:, and is then shown so."""
 
 
-def accuracy_table(title: str, summaries: Iterable[Summary], *, gain: tuple[str, str] | None = None) -> Table:
+def metric_table(metric: str, about: str, summaries: Iterable[Summary]) -> Table:
+    """Return the values of a metric by width, one column per label."""
+    return accuracy_table(f"test {metric}{' in %' * (metric in SHARES)}, {about}", summaries, metric=metric)
+
+
+def accuracy_table(
+    title: str, summaries: Iterable[Summary], *, gain: tuple[str, str] | None = None, metric: str = "accuracy"
+) -> Table:
     """Return accuracy by width, one column per label; `gain=(from, to)` adds the difference in points."""
     found = {(s.label, s.bits): s for s in summaries}
     labels = list(dict.fromkeys(label for label, _ in found))
@@ -26,7 +34,7 @@ def accuracy_table(title: str, summaries: Iterable[Summary], *, gain: tuple[str,
     if gain is not None:
         table.add_column("gain", justify="right")
     for bits in dict.fromkeys(bits for _, bits in found):
-        cells = [_cell(found.get((label, bits))) for label in labels]
+        cells = [_cell(found.get((label, bits)), metric) for label in labels]
         if gain is not None:
             before, after = found.get((gain[0], bits)), found.get((gain[1], bits))
             cells.append(f"{100 * (after.mean - before.mean):+.1f}" if before and after else "")
@@ -34,8 +42,8 @@ def accuracy_table(title: str, summaries: Iterable[Summary], *, gain: tuple[str,
     return table
 
 
-def _cell(summary: Summary | None) -> str:
+def _cell(summary: Summary | None, metric: str) -> str:
     if summary is None:
         return ""
-    spread = f" ({100 * summary.low:.1f}-{100 * summary.high:.1f})" if summary.seeds > 1 else ""
-    return f"{100 * summary.mean:.1f}{spread}"
+    mean, low, high = (shown(v, metric).removesuffix("\xa0%") for v in (summary.mean, summary.low, summary.high))
+    return f"{mean} ({low}-{high})" if summary.seeds > 1 else mean

@@ -6,20 +6,36 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from anybit.cli import words
 from anybit.cli.needs import needs_torch
 from anybit.cli.show import console, errors, progress_bars
 from anybit.common.progress import Start, quiet
 from anybit.errors import DataError, FileError, RecipeError, SpecError
+from anybit.pages.rows import shown
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe in TOML; digits-base and digits-l1 come with anybit.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe in TOML; digits-base and digits-l1 come with anybit. Or a network: my_model.py:make, "
+            "small-conv, timm/NAME, ..."
+        ),
+    ],
+    weights: words.Weights = None,
+    data: words.Data = None,
+    epochs: Annotated[int | None, typer.Option(help="Other than the recipe's; 10 without one.", min=1)] = None,
+    lr: Annotated[float | None, typer.Option(help="Another learning rate than the recipe's.")] = None,
+    metric: words.Metric = None,
+    size: words.Size = None,
+    device: words.Device = None,
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/NAME-SEED.")] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a finished run in the folder.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run was interrupted or killed.")] = False,
     save_every: Annotated[
         float, typer.Option(help="Seconds between two states that can be resumed; 0 is every step.", min=0.0)
@@ -36,14 +52,23 @@ def train(
     The state of the run is saved from time to time, and on ctrl-C (exit code 130) and SIGTERM (143). With --resume it
     goes on from there; on a CPU the weights are the same as without the interruption, bit for bit.
 
-    Example: anybit train digits-base --seed 1
+    Example: anybit train my_model.py:make --data my_data.py:loaders --epochs 20
     """
     # Of several processes that torchrun started, one speaks.
     leads = os.environ.get("RANK", "0") == "0"
+    changes: dict[str, Any] = {
+        "init": None if weights is None else str(weights),
+        "data__name": data,
+        "data__size": size,
+    }
+    changes |= {"epochs": epochs, "optimizer__lr": lr, "metric": metric, "seed": seed}
     with progress_bars() if leads else contextlib.nullcontext(quiet) as start, _silence(not leads):
-        folder, accuracy = _train(recipe, out, seed, resume, save_every, tensorboard, start)
+        folder, results = _train(recipe, changes, device, out, resume, overwrite, save_every, tensorboard, start)
     if leads:
-        console.print(f"validation accuracy {100 * accuracy:.1f} %, in floating point")
+        name, value = str(results.get("metric", "accuracy")), results["validation_accuracy"]
+        scored = "" if value is None else shown(value, name).replace("\xa0", " ")
+        said = f"validation {name} {scored}, in floating point" if scored else "there is no validation data"
+        console.print(said, highlight=False)
         console.print(f"{folder}/: model.safetensors, run.json, log.jsonl", highlight=False, soft_wrap=True)
 
 
@@ -59,25 +84,37 @@ def _silence(wanted: bool) -> Iterator[None]:
 
 
 def _train(
-    recipe: Path, out: Path | None, seed: int | None, resume: bool, save_every: float, tensorboard: bool, start: Start
-) -> tuple[Path, float]:
-    """Run the recipe; return the run folder and the validation accuracy in floating point."""
+    recipe: str,
+    changes: dict[str, Any],
+    device: str | None,
+    out: Path | None,
+    resume: bool,
+    overwrite: bool,
+    save_every: float,
+    tensorboard: bool,
+    start: Start,
+) -> tuple[Path, dict[str, Any]]:
+    """Run the recipe; return the run folder and what validation said."""
     ready = start("getting ready", 2)
     with needs_torch("anybit train"):
-        import dataclasses
-
         from anybit.data import load_dataset
+        from anybit.task.task import pick_device
         from anybit.train.loop import steps_of
         from anybit.train.loop import train as run
-        from anybit.train.recipe import FLAGSHIP, load_recipe
+        from anybit.train.memory import keep_freed_memory
+        from anybit.train.recipe import FLAGSHIP, recipe_by_word
         from anybit.train.run import RunFolder
+    keep_freed_memory()  # this process does nothing but train
     ready(1)
-    plan = load_recipe(recipe, penalty=FLAGSHIP)
-    if seed is not None:
-        plan = dataclasses.replace(plan, seed=seed)
+    plan = recipe_by_word(recipe, penalty=FLAGSHIP, **changes)
     folder = out or Path("runs") / f"{plan.name}-{plan.seed}"
-    if not resume and (state := RunFolder(folder, plan).state).exists():
-        raise FileError(f"{state}: left by an unfinished run; go on with --resume, or delete it to start again")
+    run_folder = RunFolder(folder, plan)
+    if not resume and run_folder.state.exists():
+        raise FileError(
+            f"{run_folder.state}: left by an unfinished run; go on with --resume, or delete it to start again"
+        )
+    if not resume and not overwrite and run_folder.checkpoint.exists():
+        raise FileError(f"{folder}: holds a finished run; choose another folder with --out, or say --overwrite")
     if plan.penalty is FLAGSHIP:
         errors.print(
             f"{recipe} has no table [penalty]: training for any width, in about twice the time of plain training; an "
@@ -85,7 +122,7 @@ def _train(
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     try:
-        data = load_dataset(plan.data.name, code=True)
+        data = load_dataset(plan.data.name, code=True, size=plan.data.size)
         ready(1)
         _, results = run(
             plan,
@@ -95,8 +132,9 @@ def _train(
             resume=resume,
             save_every=save_every,
             board=tensorboard,
+            device=pick_device(device),
             say=lambda text: errors.print(text, markup=False, highlight=False, soft_wrap=True),
         )
     except (DataError, SpecError) as error:  # a name or a size that only now proved wrong
         raise RecipeError(f"{recipe}: {error}") from error
-    return folder, float(results["validation_accuracy"])
+    return folder, results

@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
+from anybit.cli.options import Policies, What, Widths
 from anybit.cli.show import console
 
 
 def watch(
     master: Annotated[Path, typer.Argument(help="A master, as anybit save writes it.")],
-    policy: Annotated[str, typer.Option(help="battery, power, latency (see --milliseconds), or fixed.")] = "battery",
-    bits: Annotated[str, typer.Option(help="The widths of policy fixed, or of power without mains.")] = "W8A8",
+    policy: Policies = None,
+    bits: Widths = None,
+    inputs: What = None,
     steps: Annotated[str, typer.Option(help="Steps of policy battery: below so many percent at those widths.")] = "",
     milliseconds: Annotated[float, typer.Option(help="The time budget of policy latency, at batch 1.")] = 10.0,
     every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
@@ -22,20 +24,22 @@ def watch(
 ) -> None:
     """Show battery, power source, width and time per run, until interrupted.
 
+    What is run is the first of your inputs, or one that is made up.
+
     Example: anybit watch model.onnx --policy battery
     """
-    import numpy as np
     from rich.live import Live
     from rich.table import Table
 
-    from anybit.artifact.bench import input_shapes
+    from anybit.artifact.inputs import read_feeds
     from anybit.artifact.session import load
     from anybit.cli.run import find_policy
     from anybit.policy import Chooser, Reading, measure, read_machine
 
     session = load(master)
-    chooser = Chooser(find_policy(policy, session, bits=bits, steps=steps, milliseconds=milliseconds))
-    feed = {name: np.zeros((1, *shape), np.float32) for name, shape in input_shapes(session).items()}
+    name = policy or ("battery" if bits is None else "fixed")
+    chooser = Chooser(find_policy(name, session, bits=bits, steps=steps, milliseconds=milliseconds))
+    feed = next(read_feeds(inputs, session.takes, session.feeding))[1] if inputs else session.example()
 
     def look(reading: Reading) -> Table:
         wanted = chooser.choose(reading)

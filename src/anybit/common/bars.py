@@ -13,7 +13,7 @@ from rich.text import Text
 
 from anybit.common.progress import Advance, Start
 
-errors = Console(stderr=True)
+errors = Console(stderr=True, emoji=False)
 """What is printed here while bars are drawn stands above them."""
 
 _drawn: list[Start] = []

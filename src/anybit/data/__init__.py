@@ -1,41 +1,54 @@
-"""Data sets, split once and for all into training, validation and test: in memory, or decoded from a folder."""
+"""Data sets, split once and for all into training, validation and test: in memory, from a folder, or of loaders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from anybit.artifact.feeding import Preprocessing
 from anybit.common.named import by_name, is_code
 from anybit.common.text import quoted
 from anybit.data.arrays import load_arrays
-from anybit.data.base import Batches, Dataset, Lazy, Split
+from anybit.data.base import Batches, Dataset, Given, Split
 from anybit.data.digits import load_digits
 from anybit.errors import DataError
 
-__all__ = ["DATASETS", "Batches", "Dataset", "Lazy", "Split", "load_dataset"]
+__all__ = ["DATASETS", "Batches", "Dataset", "Given", "Split", "as_dataset", "load_dataset"]
 
 
 DATASETS: dict[str, Callable[[], Dataset]] = {"digits": load_digits}
 """The data sets known by name: add one here."""
 
 
-def load_dataset(name: str, *, code: bool = False) -> Dataset:
+def load_dataset(
+    name: str, *, code: bool = False, how: Preprocessing | None = None, size: int | None = None
+) -> Dataset:
     """Return the data set of that name, the one in that `.npz` file, or the images in that folder.
 
-    With `code` it may also be `package.module:function` or `file.py:function`, which is imported and called. Do not
-    allow that for a name that stands in a file from somebody else.
+    Args:
+        name: Which one.
+        code: Whether it may also be `package.module:function` or `file.py:function`, which is imported and called. Do
+            not allow that for a name that stands in a file from somebody else.
+        how: What becomes of the images in a folder; as usual for ImageNet, if not given.
+        size: The side that the images in a folder are brought to.
     """
     if name in DATASETS:
         return DATASETS[name]()
     if is_code(name):
-        return _made(name, code)
+        if not code:
+            raise DataError(f"the data come from a function, {name}, and a file may not start code; say --data {name}")
+        made = by_name(name)
+        return as_dataset(made() if callable(made) else made, name)
     if name.endswith(".npz"):
         return load_arrays(Path(name))
     if name and not Path(name).is_file() and (Path(name).is_dir() or len(Path(name).parts) > 1):
         from anybit.data.folder import load_folder
 
-        return load_folder(Path(name))
+        return load_folder(Path(name), how=how, size=size)
     close = get_close_matches(name[:80], DATASETS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise DataError(
@@ -44,10 +57,17 @@ def load_dataset(name: str, *, code: bool = False) -> Dataset:
     )
 
 
-def _made(name: str, code: bool) -> Dataset:
-    if not code:
-        raise DataError(f"the data come from a function, {name}, and a file may not start code; say --data {name}")
-    made = by_name(name)()
-    if not isinstance(made, Dataset):
-        raise DataError(f"{name}: must return an anybit.data.Dataset, returned {type(made).__name__}")
-    return made
+def as_dataset(made: Any, name: str) -> Dataset:
+    """Return what a function of the user's made as a data set: one loader, or (train, [validation,] test)."""
+    if isinstance(made, Dataset):
+        return made
+    parts = made if isinstance(made, tuple) else (made,)
+    good = all(isinstance(part, Iterable) and not isinstance(part, Tensor | str | dict) for part in parts)
+    if not good or not 1 <= len(parts) <= 3:
+        raise DataError(
+            f"{name}: must return one loader, or the loaders (train, test) or (train, validation, test); returned "
+            f"{type(made).__name__}" + f" of {len(parts)}" * isinstance(made, tuple)
+        )
+    test = Given(parts[-1])
+    train = Given(parts[0]) if len(parts) > 1 else None
+    return Dataset(name, train, Given(parts[1]) if len(parts) == 3 else None, test)

@@ -1,93 +1,83 @@
-"""A data set of the user's own, from a NumPy `.npz` file with `x_train`, `y_train`, `x_test`, `y_test`."""
+"""A data set of the user's own, from a NumPy `.npz` file with `x_train`, `y_train`, `x_test`, `y_test`.
+
+It may also have `x_validation` and `y_validation`, or only a test part.
+"""
 
 from __future__ import annotations
 
-import math
-import warnings
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from anybit.common.text import printable
+from anybit.artifact.arrays import read_arrays
 from anybit.data.base import Dataset, Split
 from anybit.errors import DataError
 
+PARTS = ("train", "validation", "test")
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 VALIDATION_SHARE = 0.1
 MOST_CLASSES = 100_000
 """Labels run from 0; one above this is taken for a mistake, before a list of all classes fills the memory."""
 
-UNFOLDING, MOST_UNFOLDED = 3, 200 * 10**6
-"""Compressed arrays may take so many times the size of their file, and so many bytes more."""
-
 LARGEST = float(np.finfo(np.float32).max)
 
 
 def load_arrays(path: Path) -> Dataset:
-    """Return the data set in `path`; the last tenth of the training part is for validation."""
+    """Return the data set in `path`.
+
+    Without `x_validation` a tenth of the training part is for validation, the last of each class. Images with their
+    channels last are taken as such: (N, 32, 32, 3) becomes (N, 3, 32, 32).
+    """
     arrays = _read(path)
-    problems = [p for part in ("train", "test") for p in _problems(arrays[f"x_{part}"], arrays[f"y_{part}"], part)]
-    if not problems and arrays["x_train"].shape[1:] != arrays["x_test"].shape[1:]:
-        problems = [f"x_train has inputs of shape {arrays['x_train'].shape[1:]}, x_test {arrays['x_test'].shape[1:]}"]
+    parts = [part for part in PARTS if f"x_{part}" in arrays]
+    problems = [p for part in parts for p in _problems(arrays[f"x_{part}"], arrays[f"y_{part}"], part)]
+    shapes = {part: arrays[f"x_{part}"].shape[1:] for part in parts}
+    if not problems and len(set(shapes.values())) > 1:
+        problems = [", ".join(f"x_{part} has inputs of shape {shape}" for part, shape in shapes.items())]
     if problems:
         raise DataError(f"{path}: {'; '.join(problems)}")
-    x, y = _tensor(arrays["x_train"], np.float32), _tensor(arrays["y_train"], np.int64)
-    test = Split(_tensor(arrays["x_test"], np.float32), _tensor(arrays["y_test"], np.int64))
-    cut = len(y) - max(1, round(len(y) * VALIDATION_SHARE))
-    classes = tuple(str(i) for i in range(int(max(y.max(), test.y.max())) + 1))
-    span = (float(x.min()), float(x.max()))
-    return Dataset(path.stem, Split(x[:cut], y[:cut]), Split(x[cut:], y[cut:]), test, classes, input_range=span)
+    splits: dict[str, Split] = {}
+    for part in parts:
+        x, y = _tensor(arrays[f"x_{part}"], np.float32), _tensor(arrays[f"y_{part}"], np.int64)
+        splits[part] = Split(_channels_first(x), y)
+    if "train" in splits and "validation" not in splits:
+        splits["train"], splits["validation"] = _set_apart(splits["train"])
+    classes = tuple(str(i) for i in range(max(int(split.y.max()) for split in splits.values()) + 1))
+    ranged = splits.get("train", splits["test"])
+    span = (float(ranged.x[:].min()), float(ranged.x[:].max()))
+    train, validation, test = (splits.get(part) for part in PARTS)
+    return Dataset(path.stem, train, validation, test, classes, input_range=span)
+
+
+def _channels_first(x: torch.Tensor) -> torch.Tensor:
+    """Return images with their channels in front; one of 32x32x3 has no 32 channels."""
+    last = x.dim() == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4)
+    return x.permute(0, 3, 1, 2).contiguous() if last else x
+
+
+def _set_apart(split: Split) -> tuple[Split, Split]:
+    """Return the data without the last tenth of every class, and that tenth; of one example none is taken."""
+    apart = torch.zeros(len(split), dtype=torch.bool)
+    for label in set(split.y.tolist()):
+        own = torch.nonzero(split.y == label).flatten()
+        if len(own) > 1:
+            apart[own[len(own) - max(1, round(len(own) * VALIDATION_SHARE)) :]] = True
+    if not apart.any():
+        apart[-1] = True
+    return Split(split.x[~apart], split.y[~apart]), Split(split.x[apart], split.y[apart])
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    try:
-        # Opened here, because np.load leaves a damaged archive open.
-        with path.open("rb") as raw, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers that Python 2 wrote
-            if raw.read(2) != b"PK":
-                raise ValueError("no archive of several arrays")
-            raw.seek(0)
-            file = np.load(raw, allow_pickle=False)
-            if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
-                raise ValueError("no archive of several arrays")
-            with file:
-                if missing := [name for name in NAMES if name not in file]:
-                    advice = "save it with np.savez(path, x_train=..., ...)"
-                    raise DataError(f"{path}: lacks {', '.join(missing)}; {advice}")
-                _check_sizes(file.zip, path)
-                return {name: file[name] for name in NAMES}
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file; an .npz file with {', '.join(NAMES)} is expected here") from error
-    except DataError:
-        raise
-    except Exception as error:  # a damaged archive fails in a dozen ways, each with an exception of its own
-        reason = printable(error, 200)
-        raise DataError(f"{path}: not a whole .npz file ({reason}); save it again with np.savez") from error
-
-
-def _check_sizes(archive: zipfile.ZipFile, path: Path) -> None:
-    """Refuse arrays that claim more numbers than they hold, or that would unfold to fill the memory."""
-    entries = {entry.filename: entry for entry in archive.infolist()}
-    total, most = 0, UNFOLDING * path.stat().st_size + MOST_UNFOLDED
-    for name in NAMES:
-        entry = entries.get(f"{name}.npy") or entries[name]
-        with archive.open(entry) as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
-            claimed = math.prod(shape) * dtype.itemsize + file.tell()
-        if dtype.hasobject:
-            raise ValueError("Object arrays cannot be loaded")
-        if claimed != entry.file_size:
-            raise DataError(f"{path}: {name} claims {claimed} bytes and has {entry.file_size}; save it again")
-        total += claimed
-    if total > most:
-        raise DataError(
-            f"{path}: its arrays would unfold to {total >> 20} MB, the file has {path.stat().st_size >> 20}; save it "
-            "with np.savez, not compressed"
-        )
+    """Return the arrays of every part; one for tests alone has no other arrays."""
+    if not path.exists():
+        raise DataError(f"{path}: no such file; an .npz file with {', '.join(NAMES)} is expected here")
+    arrays = read_arrays(path)
+    there = [f"{kind}_{part}" for part in PARTS if f"x_{part}" in arrays for kind in "xy"]
+    wanted = there if arrays.keys() == {"x_test", "y_test"} else [*NAMES, *there]
+    if missing := [name for name in dict.fromkeys(wanted) if name not in arrays]:
+        raise DataError(f"{path}: lacks {', '.join(missing)}; save it with np.savez(path, {missing[0]}=..., ...)")
+    return {name: arrays[name] for name in there}
 
 
 def _tensor(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:

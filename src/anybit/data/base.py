@@ -3,77 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
+from anybit.artifact.feeding import Preprocessing
 from anybit.errors import DataError
 
-Augment = Callable[[Tensor, torch.Generator], Tensor]
-"""Changes a batch of inputs that are in memory."""
+if TYPE_CHECKING:
+    from anybit.data.folder import Images
+
+Augment = Callable[..., Any]
+"""Changes a batch of inputs that are in memory, with a generator; or one image as it is decoded, with a `Random`."""
 
 MOST_BYTES = 2 * 2**30
 """More than this is not put into memory at once."""
 
 
-class ImageAugment(ABC):
-    """An augmentation of one image as it is decoded, with random numbers that belong to that image alone."""
-
-    @abstractmethod
-    def __call__(self, image: Any, random: Random) -> Any:
-        """Return the changed image."""
-
-
-class Lazy(ABC):
-    """Inputs that are made when they are asked for, because all of them do not fit into memory."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """How many there are, and the shape of one."""
-
-    @property
-    @abstractmethod
-    def skipped(self) -> tuple[str, ...]:
-        """The files that could not be read so far."""
-
-    @abstractmethod
-    def __getitem__(self, index: slice | Tensor) -> Tensor:
-        """Make as many inputs as are asked for; one of the same class stands in for one that cannot be made."""
-
-    @abstractmethod
-    def part(self, index: slice) -> Lazy:
-        """Return some of the inputs, without making them."""
-
-    @abstractmethod
-    def digest(self) -> str:
-        """Return a checksum that tells these inputs from others."""
-
-    @abstractmethod
-    def batches(
-        self, places: Iterable[Tensor], *, full: bool, augment: ImageAugment | None = None, seed: int = 0
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Make one batch after the other, each of the inputs at some places; yield them and the places they are from.
-
-        Args:
-            places: The numbers of the inputs, for each batch.
-            full: Let one of the same class stand in for one that cannot be made, instead of leaving it out.
-            augment: Changes each image.
-            seed: What is drawn for an image follows from this and from its place.
-        """
-
-
 @dataclass(frozen=True)
 class Split:
-    """Inputs and labels of one part of a data set. `x[:2]` is a tensor, also of inputs that are not in memory."""
+    """Inputs and labels of one part of a data set. `x[:2]` is a tensor, also of images that are not in memory."""
 
-    x: Tensor | Lazy
+    x: Tensor | Images
     y: Tensor
 
     def __len__(self) -> int:
@@ -98,12 +56,6 @@ class Split:
             return self
         return Split(self.x.contiguous(memory_format=torch.channels_last), self.y)
 
-    def fitting(self) -> Split:
-        """Return the first examples, as many as `tensors` takes; all of them if they are in memory anyway."""
-        if isinstance(self.x, Tensor):
-            return self
-        return self.first(MOST_BYTES // (4 * int(np.prod(self.x.shape[1:]))))
-
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return all inputs and labels, if they are not too large for the memory; what cannot be read is left out."""
         if isinstance(self.x, Tensor):
@@ -121,7 +73,7 @@ class Split:
         return x, self.y[place]
 
     def digest(self) -> str:
-        """Return a checksum over inputs and labels; of inputs that are not in memory, over what they are called."""
+        """Return a checksum over inputs and labels; of files, over their names, sizes and times."""
         total = hashlib.blake2b(str(tuple(self.x.shape)).encode(), digest_size=16)
         total.update(_bytes(self.x) if isinstance(self.x, Tensor) else self.x.digest().encode())
         total.update(_bytes(self.y))
@@ -133,37 +85,147 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 @dataclass(frozen=True)
+class Given:
+    """One part of a data set that is a loader of the user's own: batches come as it makes them."""
+
+    loader: Iterable[Any]
+
+    def __len__(self) -> int:
+        """How many examples there are, as far as the loader says so."""
+        return len(self.loader.dataset) if hasattr(self.loader, "dataset") else self.steps
+
+    @property
+    def steps(self) -> int:
+        """How many batches there are."""
+        if not isinstance(self.loader, Sized):
+            raise DataError("training needs a loader with a length; use torch.utils.data.DataLoader, or a list")
+        return len(self.loader)
+
+    def first(self, count: int) -> Given:
+        """Return the first examples, or about as many in batches where the loader does not tell examples apart."""
+        if count >= len(self):
+            return self
+        own = self.loader
+        if isinstance(own, DataLoader) and own.batch_size and not isinstance(own.dataset, IterableDataset):
+            few: Any = Subset(own.dataset, range(count))
+            shuffle, workers = isinstance(own.sampler, RandomSampler), own.num_workers
+            return Given(DataLoader(few, own.batch_size, shuffle, num_workers=workers, collate_fn=own.collate_fn))
+        steps = -(-count * self.steps // len(self))
+        return Given(list(itertools.islice(self.after(0, None), steps)))
+
+    def digest(self) -> str:
+        """Return a checksum over all batches, as they come after one fixed seed."""
+        total = hashlib.blake2b(digest_size=16)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for batch in self.loader:
+                for leaf in pytree.tree_leaves(batch):
+                    total.update(_bytes(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
+        return total.hexdigest()
+
+    def after(self, done: int, generator: torch.Generator | None) -> Iterator[Any]:
+        """Go through one pass without its first batches.
+
+        What the loader draws follows from `generator`, and what the rest of the program draws is left alone. So a pass
+        that is taken up again goes on with the batches that were left.
+        """
+        own = torch.get_rng_state()
+        seed = 0 if generator is None else int(torch.randint(2**62, (), generator=generator))
+        state, index = torch.Generator().manual_seed(seed).get_state(), 0
+        batches: Iterator[Any] | None = None
+        while True:
+            own = torch.get_rng_state()
+            torch.set_rng_state(state)
+            try:
+                batches = iter(self.loader) if batches is None else batches
+                batch = next(batches, None)
+                state = torch.get_rng_state()
+            finally:
+                torch.set_rng_state(own)
+            if batch is None:
+                return
+            if index >= done:
+                yield batch
+            index += 1
+
+
+Part = Split | Given
+
+
+@dataclass(frozen=True)
 class Dataset:
-    """A classification data set. `input_range` is the interval its inputs are made to fit."""
+    """Training, validation and test data, as far as there are any.
+
+    `input_range` is the interval that inputs are made to fit, and `preprocessing` how a picture becomes an input.
+    """
 
     name: str
-    train: Split
-    validation: Split
-    test: Split
-    classes: tuple[str, ...]
-    input_range: tuple[float, float]
-    augment: Augment | ImageAugment | None = None
-    pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-    """Of pictures: the mean and the spread by channel that pixels from 0 to 1 were normalized with."""
+    train: Any
+    validation: Any
+    test: Any
+    classes: tuple[str, ...] = ()
+    input_range: tuple[float, float] | None = None
+    augment: Augment | None = None
+    preprocessing: Preprocessing | None = None
+    sample: Any = None
+    """What an input looks like, where there is no data at all."""
+
+    def need(self, part: str, what: str) -> Any:
+        """Return a part that is needed, or ask for it by name."""
+        found = getattr(self, part)
+        if found is None:
+            where = {"train": "training", "validation": "validation", "test": "test"}[part]
+            raise DataError(
+                f"{what} needs {where} data, and {self.name} has none; let a function return the loaders (train, "
+                "validation, test), or put images in train/, validation/ and test/"
+            )
+        return found
+
+    @property
+    def example(self) -> Any:
+        """A batch of the first part there is: inputs alone, or as a loader gives them."""
+        if self.sample is not None:
+            return self.sample
+        part = next((p for p in (self.train, self.test, self.validation) if p is not None), None)
+        if part is None:
+            raise DataError(f"{self.name}: there is no data in it")
+        if isinstance(part, Split):
+            return part.x[:2]
+        for batch in part.after(0, None):
+            return batch
+        raise DataError(f"{self.name}: its loader yields no batch")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one input."""
-        return tuple(self.train.x.shape[1:])
+        leaf = next(leaf for leaf in pytree.tree_leaves(self.example) if isinstance(leaf, Tensor))
+        return tuple(leaf.shape[1:])
+
+    def count_classes(self) -> int:
+        """Return how many classes there are; of loaders, by the labels of the training or the test data."""
+        if self.classes:
+            return len(self.classes)
+        part, most = self.train or self.test, -1
+        for batch in part.after(0, None) if isinstance(part, Given) else ():
+            labels = batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+            if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 1:
+                raise DataError(f"{self.name}: how many classes there are cannot be told; make the network by code")
+            most = max(most, int(labels.max()))
+        return most + 1
 
     @property
     def skipped(self) -> tuple[str, ...]:
         """The files that could not be read so far; none if everything is in memory."""
-        lazy = [split.x for split in (self.train, self.validation, self.test) if isinstance(split.x, Lazy)]
-        return tuple(sorted({path for x in lazy for path in x.skipped}))
+        parts = [part for part in (self.train, self.validation, self.test) if isinstance(part, Split)]
+        return tuple(sorted({path for part in parts if not isinstance(part.x, Tensor) for path in part.x.skipped}))
 
 
 class Batches:
-    """Batches of a split: in order, or in a new random order every time it is iterated over.
+    """Batches of a part of a data set: in order, or in a new random order every time it is iterated over.
 
-    The order and the augmentation depend on `generator` alone, so that a run can be repeated. Of inputs that are not in
-    memory, those that cannot be read are left out; in a random order, which is for training, another one of the same
-    class stands in, so that batches keep their size.
+    The order and the augmentation depend on `generator` alone, so that a run can be repeated. In a random order, which
+    is for training, a last batch of one example is left out, because batch norm cannot take it; of images that cannot
+    be read, others stand in, so that batches keep their size. A loader of the user's own makes its batches itself.
 
     Args:
         split: Where the examples come from.
@@ -176,61 +238,71 @@ class Batches:
 
     def __init__(
         self,
-        split: Split,
+        split: Part,
         batch: int,
         *,
         generator: torch.Generator | None = None,
-        augment: Augment | ImageAugment | None = None,
+        augment: Augment | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        if len(split) == 0:
+        if isinstance(split, Split) and len(split) == 0:
             raise DataError("a split without examples gives no batches")
         if augment is not None and generator is None:
             raise DataError("augmentation draws random numbers; pass generator=")
-        if augment is not None and isinstance(augment, ImageAugment) is not isinstance(split.x, Lazy):
-            raise DataError("this augmentation is not for these inputs; use the data set's own")
         if not 0 <= part[0] < part[1]:
             raise DataError(f"part is (number, how many), counted from 0; got {part}")
         self.split, self.batch, self.generator, self.augment, self.part = split, batch, generator, augment, part
 
     def __len__(self) -> int:
-        return -(-len(self.split) // self.batch)
+        return self.split.steps if isinstance(self.split, Given) else -(-self.used // self.batch)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    @property
+    def used(self) -> int:
+        """How many examples one pass has."""
+        n = len(self.split)
+        return n - (self.generator is not None and n > 1 and n % self.batch == 1 and self.batch > 1)
+
+    def __iter__(self) -> Iterator[Any]:
         return self.after(0)
 
-    def after(self, done: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def after(self, done: int) -> Iterator[Any]:
         """Go through one pass without its first `done` batches; the others are what they are in a whole pass."""
+        if isinstance(self.split, Given):
+            share = slice(self.part[0], None, self.part[1])
+            for batch in self.split.after(done, self.generator):
+                alone = self.part[1] == 1
+                yield batch if alone else pytree.tree_map_only(Tensor, lambda t: t[share] if t.dim() else t, batch)
+            return
         order = None if self.generator is None else torch.randperm(len(self.split), generator=self.generator)
-        if isinstance(self.split.x, Tensor):
-            yield from self._cut(self.split.x, order, done)
-        else:
-            yield from self._made(self.split.x, order, done)
+        yield from (self._cut if isinstance(self.split.x, Tensor) else self._made)(order, done)
 
-    def _cut(self, inputs: Tensor, order: Tensor | None, done: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _cut(self, order: Tensor | None, done: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Take batches out of inputs in memory."""
+        assert isinstance(self.split, Split)
         mine = slice(self.part[0], None, self.part[1])
-        for start in range(0, len(self.split), self.batch):
+        for start in range(0, self.used, self.batch):
             if start < done * self.batch and self.augment is None:
                 continue
             index = slice(start, start + self.batch) if order is None else order[start : start + self.batch]
-            x, y = inputs[index], self.split.y[index]
-            if not (self.augment is None or self.generator is None or isinstance(self.augment, ImageAugment)):
+            x, y = self.split.x[index], self.split.y[index]
+            if self.augment is not None:
                 x = self.augment(x, self.generator)  # also of what is left out: the next batch draws after it
             if start >= done * self.batch:
                 yield (x, y) if self.part[1] == 1 else (x[mine], y[mine])
 
-    def _made(self, inputs: Lazy, order: Tensor | None, done: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _made(self, order: Tensor | None, done: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Have batches made, none that is not used."""
+        assert isinstance(self.split, Split)
+        assert not isinstance(self.split.x, Tensor)
         # One number per pass, drawn before the first image: what comes of it hangs neither on batches nor on threads.
         seed = 0 if self.augment is None else int(torch.randint(2**62, (), generator=self.generator))
         order = torch.arange(len(self.split)) if order is None else order
         places = (
             order[start : start + self.batch][self.part[0] :: self.part[1]]
-            for start in range(done * self.batch, len(self.split), self.batch)
+            for start in range(done * self.batch, self.used, self.batch)
         )
-        augment = self.augment if isinstance(self.augment, ImageAugment) else None
-        for x, place in inputs.batches(places, full=self.generator is not None, augment=augment, seed=seed):
+        full = self.generator is not None
+        for x, place in self.split.x.batches(places, full=full, augment=self.augment, seed=seed):
             yield x, self.split.y[place]
 
 

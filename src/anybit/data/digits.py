@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from anybit.artifact.feeding import Preprocessing
 from anybit.data.base import Dataset, Split, shift
 from anybit.errors import MissingDependency
 
@@ -24,4 +25,5 @@ def load_digits() -> Dataset:
     parts = (order[:TRAIN], order[TRAIN : TRAIN + VALIDATION], order[TRAIN + VALIDATION :])
     train, validation, test = (Split(x[part], y[part]) for part in parts)
     classes = tuple(str(digit) for digit in range(10))
-    return Dataset("digits", train, validation, test, classes, (0.0, 1.0), augment=shift(1), pixels=((0.0,), (1.0,)))
+    how = Preprocessing(size=(8, 8), channels="grey", labels=classes)
+    return Dataset("digits", train, validation, test, classes, (0.0, 1.0), augment=shift(1), preprocessing=how)

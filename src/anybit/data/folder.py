@@ -1,4 +1,4 @@
-"""Images in folders by class, as ImageNet comes: `train/CLASS/*.JPEG` and `val/CLASS/*.JPEG`.
+"""Images in folders by class: `train/CLASS/*.JPEG` and `val/CLASS/*.JPEG` as ImageNet comes, or just `CLASS/*.JPEG`.
 
 They do not fit into memory: threads decode them, a few batches ahead of whoever uses them. Threads will do, because
 Pillow and NumPy let go of the interpreter while they work. What an image becomes follows from the seed and from its
@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -24,22 +24,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.pictures import pillow, read_picture
-from anybit.data.base import Dataset, ImageAugment, Lazy, Split
+from anybit.data.base import Augment, Dataset, Split
 from anybit.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of the pixels of ImageNet, by channel, on a scale from 0 to 1."""
-
-SIZE, RESIZE = 224, 256
+SIZE = 224
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp")
-TRAIN, TESTS = "train", ("val", "validation")
-LAYOUT = "images by class are expected here, as train/CLASS/*.JPEG and val/CLASS/*.JPEG"
+TRAIN, VALIDATIONS, TEST = "train", ("val", "validation", "valid"), "test"
+LAYOUT = "images by class are expected here, as train/CLASS/*.JPEG and val/CLASS/*.JPEG, or as CLASS/*.JPEG"
 SHARE, MOST = 25, 50
 """Of each class in the training folder, one image in so many is for validation, and at most so many in all."""
+HELD_OUT = 10
+"""Of class folders without train/ and val/, one image in so many is for validation, and as many are for the test."""
 
 AHEAD = 2
 """Batches that are made before they are asked for."""
@@ -48,43 +48,50 @@ MOST_WORKERS = 16
 log = logging.getLogger("anybit.data")
 
 
-def load_folder(path: Path, *, resize: int = RESIZE, size: int = SIZE, workers: int | None = None) -> Dataset:
-    """Return the images in a folder, normalized as usual for ImageNet.
+def load_folder(
+    path: Path,
+    *,
+    how: Preprocessing | None = None,
+    size: int | None = None,
+    resize: int | None = None,
+    workers: int | None = None,
+) -> Dataset:
+    """Return the images in a folder.
 
-    `val` (or `validation`) is the test split. A fixed 25th of the training folder, at most 50 images of a class, is for
-    validation. All splits are in a fixed order that mixes the classes, so that the first n images are a fair sample.
+    Of `train`, `val` and `test`, or whichever of them are there, `val` is the test split where there is no `test`. A
+    fixed 25th of the training folder, at most 50 images of a class, is for validation if nothing else is. Of class
+    folders alone, a fixed tenth of each is for validation, and a tenth for the test. All splits are in a fixed order
+    that mixes the classes, so that the first n images are a fair sample.
 
     Args:
         path: The folder.
-        resize: What the shorter side is brought to in evaluation.
-        size: The side of the square that is cut out: of the middle in evaluation, at random in training.
+        how: What becomes of an image; as usual for ImageNet, if not given.
+        size: Another side of the square that is cut out: of the middle in evaluation, at random in training.
+        resize: What the shorter side is brought to in evaluation; 8/7 of the size, if not given.
         workers: Threads that decode; as many as there are processor cores for this process, if not given.
     """
-    if not 0 < size <= resize:
+    if size is not None and not 0 < size <= (resize or size):
         raise DataError(f"size must be above 0 and at most resize = {resize}, got {size}")
     if workers is not None and workers < 1:
         raise DataError(f"workers must be 1 or more, got {workers}")
     pillow().init()
     path = Path(path)
-    train, test, classes = find_images(path)
-    train, validation = set_apart(train)
-    crop, skipped, workers = CentreCrop(resize, size), Skipped(path), workers or usual_workers()
+    parts, classes = find_images(path)
+    how = how or Preprocessing.named("imagenet")
+    how = replace(how, channels=how.channels or "rgb", labels=classes, layout="nchw")
+    if size or 0 in (how.size or (0,)):
+        how = replace(how, size=(size or SIZE, size or SIZE), shorter=resize or 0)
+    number, skipped = {name: index for index, name in enumerate(classes)}, Skipped(path)
 
-    def split(names: list[str]) -> Split:
-        labels = _labels(names, classes)
-        return Split(Images(path, names, labels, crop=crop, skipped=skipped, workers=workers), labels)
+    def split(names: list[str] | None) -> Split | None:
+        if not names:
+            return None
+        labels = torch.tensor([number[_class_of(name)] for name in names], dtype=torch.long)
+        return Split(Images(path, names, how, skipped, workers or usual_workers()), labels)
 
-    name = path.resolve().name
-    return Dataset(
-        name,
-        split(train),
-        split(validation),
-        split(test),
-        classes,
-        pixel_range(),
-        augment=RandomCrop(size),
-        pixels=(MEAN, STD),
-    )
+    train, validation, test = (split(parts.get(part)) for part in ("train", "validation", "test"))
+    name, augment = path.resolve().name, RandomCrop(how.size)
+    return Dataset(name, train, validation, test, classes, how.interval, augment=augment, preprocessing=how)
 
 
 def usual_workers() -> int:
@@ -93,25 +100,36 @@ def usual_workers() -> int:
     return max(1, min(MOST_WORKERS, cores))
 
 
-def find_images(path: Path) -> tuple[list[str], list[str], tuple[str, ...]]:
-    """Return the training files, the test files (relative to `path`, in their order) and the classes."""
+def find_images(path: Path) -> tuple[dict[str, list[str]], tuple[str, ...]]:
+    """Return the files of every split (relative to `path`, in their order) and the classes."""
     if not path.is_dir():
         raise DataError(f"{path}: no such folder; {LAYOUT}")
+    held_out = next((name for name in VALIDATIONS if os.path.lexists(path / name)), None)
+    there = [name for name in (TRAIN, held_out, TEST) if name and os.path.lexists(path / name)]
     problems: list[str] = []
-    held_out = next((name for name in TESTS if os.path.lexists(path / name)), TESTS[0])
-    train, test = (_by_class(path, part, problems) for part in (TRAIN, held_out))
-    if train and test:
-        for here, there, one, other in ((train, test, TRAIN, held_out), (test, train, held_out, TRAIN)):
-            if lonely := sorted(here.keys() - there.keys()):
-                problems.append(f"classes in {one} that are not in {other}: {', '.join(lonely)}")
-    for part, found, least in ((TRAIN, train, 2), (held_out, test, 1)):
-        if few := sorted(name for name, files in found.items() if len(files) < least):
-            problems.append(f"classes in {part} with less than {least} image{'s'[: least - 1]}: {', '.join(few)}")
+    found = {part: _by_class(path, part, problems) for part in there or [""]}
+    for one, other in ((a, b) for a in found for b in found if found[a] and found[b]):
+        if lonely := sorted(found[one].keys() - found[other].keys()):
+            problems.append(f"classes in {one} that are not in {other}: {', '.join(lonely)}")
+    for part, by_class in found.items():
+        least = {TRAIN: 2 if len(found) > 1 and TEST not in found else 1, "": 3}.get(part, 1)
+        if few := sorted(name for name, files in by_class.items() if len(files) < least):
+            where, images = f" in {part}" * bool(part), f"image{'s' * (least > 1)}"
+            problems.append(f"classes{where} with less than {least} {images}: {', '.join(few)}")
     if problems:
         raise DataError(f"{path}: {'; '.join(problems)}; {LAYOUT}")
-    names = ([name for files in found.values() for name in files] for found in (train, test))
-    first, second = (sorted(part, key=_mixed) for part in names)
-    return first, second, tuple(sorted(train))
+    names = {part: sorted((n for files in by.values() for n in files), key=_mixed) for part, by in found.items()}
+    classes = tuple(sorted(next(iter(found.values()))))
+    if not there:
+        rest, test = set_apart(names[""], HELD_OUT)
+        train, validation = set_apart(rest, HELD_OUT - 1)
+        return {"train": train, "validation": validation, "test": test}, classes
+    splits = {"train": names.get(TRAIN, []), "test": names.get(TEST) or names.get(held_out or "", [])}
+    if TEST in names and held_out:
+        splits["validation"] = names[held_out]
+    elif splits["train"]:
+        splits["train"], splits["validation"] = set_apart(splits["train"], SHARE, MOST)
+    return splits, classes
 
 
 def _by_class(root: Path, part: str, problems: list[str]) -> dict[str, list[str]]:
@@ -124,15 +142,16 @@ def _by_class(root: Path, part: str, problems: list[str]) -> dict[str, list[str]
         problems.append(f"{part}/ cannot be read ({error.strerror})")
         return found
     if not classes:
-        problems.append(f"{part}/ has no folder of a class")
+        problems.append(f"{part or '.'}/ has no folder of a class")
     for name in classes:
+        inside = f"{part}/{name}".lstrip("/")
         try:
-            with os.scandir(root / part / name) as entries:
+            with os.scandir(root / inside) as entries:
                 files = [entry.name for entry in entries if _is_image(entry.name)]
         except OSError as error:
-            problems.append(f"{part}/{name}/ cannot be read ({error.strerror})")
+            problems.append(f"{inside}/ cannot be read ({error.strerror})")
             continue
-        found[name] = [f"{part}/{name}/{file}" for file in files]
+        found[name] = [f"{inside}/{file}" for file in files]
     return found
 
 
@@ -141,71 +160,40 @@ def _is_image(name: str) -> bool:
 
 
 def _class_of(name: str) -> str:
-    return name.split("/")[1]
+    return name.split("/")[-2]
 
 
 def _mixed(name: str) -> bytes:
     """Return a key that sorts names in an order which is fixed and looks random."""
-    return hashlib.blake2b(name.partition("/")[2].encode(errors="surrogateescape"), digest_size=8).digest()
+    key = "/".join(name.split("/")[-2:])
+    return hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest()
 
 
-def _labels(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
-    number = {name: index for index, name in enumerate(classes)}
-    return torch.tensor([number[_class_of(name)] for name in names], dtype=torch.long)
+def set_apart(names: Sequence[str], share: int, most: int = 10**9) -> tuple[list[str], list[str]]:
+    """Split files into those to keep and one in `share` of every class, from the front, at least one of each.
 
-
-def set_apart(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split training files into those to train on and those to validate on, class by class, from the front.
-
-    >>> train, validation = set_apart([f"train/{a}/{n}.JPEG" for a in ("cat", "dog") for n in range(50)])
+    >>> train, validation = set_apart([f"train/{a}/{n}.JPEG" for a in ("cat", "dog") for n in range(50)], 25)
     >>> len(train), validation
     (96, ['train/cat/0.JPEG', 'train/cat/1.JPEG', 'train/dog/0.JPEG', 'train/dog/1.JPEG'])
     """
     left: dict[str, int] = {}
     for name in names:
         left[_class_of(name)] = left.get(_class_of(name), 0) + 1
-    left = {name: min(MOST, max(1, count // SHARE)) for name, count in left.items()}
-    train, validation = [], []
+    left = {name: min(most, max(1, count // share)) for name, count in left.items()}
+    kept: list[str] = []
+    apart: list[str] = []
     for name in names:
-        if left[_class_of(name)]:
-            left[_class_of(name)] -= 1
-            validation.append(name)
-        else:
-            train.append(name)
-    return train, validation
+        own = left[_class_of(name)] > 0
+        left[_class_of(name)] -= own
+        (apart if own else kept).append(name)
+    return kept, apart
 
 
 @dataclass(frozen=True)
-class CentreCrop:
-    """Brings the shorter side of an image to `resize` pixels and cuts the middle `size` by `size` out of it."""
-
-    resize: int
-    size: int
-
-    def box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """Return what part of the image that is: left, top, right, bottom, in its own pixels.
-
-        >>> CentreCrop(resize=32, size=24).box(128, 64)
-        (40.0, 8.0, 88.0, 56.0)
-        """
-        short = min(width, height)
-        across, down = (int(self.resize * side / short) for side in (width, height))
-        left, top = round((across - self.size) / 2), round((down - self.size) / 2)
-        wide, high = width / across, height / down
-        right, bottom = min(width, (left + self.size) * wide), min(height, (top + self.size) * high)
-        return left * wide, top * high, right, bottom
-
-    def __call__(self, image: Picture) -> Picture:
-        """Return the middle of an image."""
-        # Only the pixels of the crop are computed; they are those of the whole image, resized and then cut.
-        return image.resize((self.size, self.size), pillow().Resampling.BILINEAR, box=self.box(*image.size))
-
-
-@dataclass(frozen=True)
-class RandomCrop(ImageAugment):
+class RandomCrop:
     """Cuts out a rectangle of 8 to 100 % of the area, about square, brings it to `size`, and mirrors half of them."""
 
-    size: int
+    size: tuple[int, ...]
     least: float = 0.08
     ratio: float = 4 / 3
     """The most that a rectangle is wider than high, or higher than wide."""
@@ -228,35 +216,9 @@ class RandomCrop(ImageAugment):
     def __call__(self, image: Picture, random: Random) -> Picture:
         """Return a random part of an image, mirrored or not."""
         library = pillow()
-        part = image.crop(self.box(*image.size, random)).resize((self.size, self.size), library.Resampling.BILINEAR)
+        size = self.size[1], self.size[0]
+        part = image.crop(self.box(*image.size, random)).resize(size, library.Resampling.BILINEAR)
         return part.transpose(library.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else part
-
-
-def decode(path: Path) -> Picture:
-    """Return the image in a file, in colour, whatever it is stored as."""
-    image: Picture = read_picture(path)
-    return image if image.mode == "RGB" else image.convert("RGB")  # without the copy that convert makes
-
-
-def _columns(values: Iterable[float]) -> np.ndarray:
-    return np.array(list(values), np.float32).reshape(3, 1, 1)
-
-
-_FACTOR = _columns(1 / (255 * std) for std in STD)
-_OFFSET = _columns(mean / std for mean, std in zip(MEAN, STD, strict=True))
-
-
-def normalize(pixels: np.ndarray, out: np.ndarray) -> None:
-    """Write bytes of shape (height, width, 3) as numbers of shape (3, height, width), mean 0 and deviation 1."""
-    np.multiply(pixels.transpose(2, 0, 1), _FACTOR, out=out)
-    np.subtract(out, _OFFSET, out=out)
-
-
-def pixel_range() -> tuple[float, float]:
-    """Return the interval that normalized pixels fall into, from black to white in every channel."""
-    ends = np.empty((3, 1, 2), np.float32)
-    normalize(np.array([[[0] * 3, [255] * 3]], np.uint8), ends)
-    return float(ends.min()), float(ends.max())
 
 
 @dataclass
@@ -285,134 +247,103 @@ class Skipped:
             log.warning("%s: %d file%s skipped so far", self.root, count, " was" if count == 1 else "s were")
 
 
-class Images(Lazy):
-    """The images of one split, decoded when they are asked for.
+@dataclass(frozen=True)
+class Images:
+    """The images of one split, decoded when they are asked for."""
 
-    Args:
-        root: The folder of the data set.
-        names: The files in it.
-        labels: Their classes, by number.
-        crop: What becomes of an image that is not augmented.
-        skipped: Where files that cannot be read are noted.
-        workers: Threads that decode.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        names: Sequence[str],
-        labels: Tensor,
-        *,
-        crop: CentreCrop,
-        skipped: Skipped,
-        workers: int,
-    ) -> None:
-        self.root, self.names, self.labels = root, names, labels
-        self.crop, self.workers, self._skipped = crop, workers, skipped
+    root: Path
+    names: Sequence[str]
+    how: Preprocessing
+    noted: Skipped
+    workers: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """How many there are, and the shape of one."""
-        return len(self.names), 3, self.crop.size, self.crop.size
+        return len(self.names), 1 if self.how.channels == "grey" else 3, *self.how.size
 
     @property
     def skipped(self) -> tuple[str, ...]:
         """The files that could not be read so far, of all splits."""
-        return tuple(sorted(str(self.root / name) for name in self._skipped.reasons))
+        return tuple(sorted(str(self.root / name) for name in self.noted.reasons))
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, index: slice | Tensor) -> Tensor:
-        places = torch.arange(len(self.names))[index]
-        ((x, _),) = self.batches([places], full=True)
+        ((x, _),) = self.batches([torch.arange(len(self.names))[index]], full=True)
         return x
 
     def part(self, index: slice) -> Images:
         """Return some of the images, without decoding them."""
-        return Images(
-            self.root,
-            self.names[index],
-            self.labels[index],
-            crop=self.crop,
-            skipped=self._skipped,
-            workers=self.workers,
-        )
+        return replace(self, names=self.names[index])
 
     def digest(self) -> str:
-        """Return a checksum over the names of the files and what is cut out of them."""
-        total = hashlib.blake2b(repr(self.crop).encode(), digest_size=16)
+        """Return a checksum over the names, sizes and times of the files and what becomes of them."""
+        total = hashlib.blake2b(repr(replace(self.how, labels=())).encode(), digest_size=16)
         for name in self.names:
             total.update(b"\0" + name.encode(errors="surrogateescape"))
+            try:
+                found = (self.root / name).stat()
+            except OSError:  # it counts as broken when it is read
+                continue
+            total.update(f"\0{found.st_size} {found.st_mtime_ns}".encode())
         return total.hexdigest()
 
     def batches(
-        self, places: Iterable[Tensor], *, full: bool, augment: ImageAugment | None = None, seed: int = 0
+        self, places: Iterable[Tensor], *, full: bool, augment: Augment | None = None, seed: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Decode one batch after the other, some ahead; see `Lazy.batches`. A batch that would be empty is left out."""
+        """Decode one batch after the other, some ahead; yield them and the places they are from.
+
+        Args:
+            places: The numbers of the images, for each batch.
+            full: Let the next one stand in for one that cannot be read, instead of leaving it out.
+            augment: Changes each image.
+            seed: What is drawn for an image follows from this and from its place.
+        """
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="decode")
-        waiting: deque[_Promise] = deque()
+        waiting: deque[list[Future[tuple[Tensor, int] | None]]] = deque()
         try:
             for place in places:
-                out = np.empty((len(place), *self.shape[1:]), np.float32)
-                made = [
-                    pool.submit(self._make, at, row, full=full, augment=augment, seed=seed)
-                    for at, row in zip(place.tolist(), out, strict=True)
-                ]
-                waiting.append(_Promise(place, out, made))
+                waiting.append([pool.submit(self._make, at, full, augment, seed) for at in place.tolist()])
                 if len(waiting) > AHEAD:
-                    yield from waiting.popleft().kept(full)
+                    yield from _kept(waiting.popleft())
             while waiting:
-                yield from waiting.popleft().kept(full)
-            self._skipped.tell()
+                yield from _kept(waiting.popleft())
+            self.noted.tell()
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _make(self, place: int, out: np.ndarray, *, full: bool, augment: ImageAugment | None, seed: int) -> bool:
-        """Write an image, or one that stands in for it, to `out`; return whether there is one."""
-        for candidate in self._candidates(place) if full else [place]:
+    def _make(self, place: int, full: bool, augment: Augment | None, seed: int) -> tuple[Tensor, int] | None:
+        """Return an image, or the next one that can be read, and its place."""
+        n = len(self.names)
+        for candidate in ((place + i) % n for i in range(n if full else 1)):
             image = self._read(self.names[candidate])
             if image is not None:
-                image = self.crop(image) if augment is None else augment(image, Random((seed << 64) + place))
-                normalize(np.asarray(image), out)
-                return True
+                if augment is None:
+                    return torch.from_numpy(self.how(image)[0]), candidate
+                changed = augment(image, Random((seed << 64) + place))
+                return torch.from_numpy(self.how.normalize(np.asarray(changed))), candidate
         if full:
-            name = self.names[place].rpartition("/")[0]
-            raise DataError(f"{self.root / name}: no image of this split can be read; put whole files there")
-        return False
-
-    def _candidates(self, place: int) -> Iterator[int]:
-        """Yield a place, and then those of the same class behind it, from the front again at the end."""
-        yield place
-        alike = torch.nonzero(self.labels == self.labels[place]).flatten().tolist()
-        at = alike.index(place)
-        yield from alike[at + 1 :] + alike[:at]
+            raise DataError(f"{self.root}: no image of this split can be read; put whole files there")
+        return None
 
     def _read(self, name: str) -> Picture | None:
-        if name in self._skipped.reasons:
+        if name in self.noted.reasons:
             return None
         try:
-            return decode(self.root / name)
+            image: Picture = read_picture(self.root / name)
         except MemoryError:
             raise
         except Exception as error:  # a broken file fails in a dozen ways, each with an exception of its own
-            self._skipped.add(name, error)
+            self.noted.add(name, error)
             return None
+        mode = "L" if self.how.channels == "grey" else "RGB"
+        return image if image.mode == mode else image.convert(mode)  # without the copy that convert makes
 
 
-@dataclass(frozen=True)
-class _Promise:
-    """A batch that is being made."""
-
-    place: Tensor
-    out: np.ndarray
-    made: list[Future[bool]]
-
-    def kept(self, full: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait for it and give what could be read, if that is anything."""
-        there = torch.tensor([future.result() for future in self.made], dtype=torch.bool)
-        x = torch.from_numpy(self.out)
-        if full or there.all():
-            yield x, self.place
-        elif there.any():
-            yield x[there], self.place[there]
+def _kept(made: list[Future[tuple[Tensor, int] | None]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Wait for a batch and give what could be read, if that is anything."""
+    found = [pair for future in made if (pair := future.result()) is not None]
+    if found:
+        yield torch.stack([image for image, _ in found]), torch.tensor([place for _, place in found])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybit.errors import DataError
-from anybit.simulate.capture import evaluating, moved_to
+from anybit.evaluate.batches import Takes
+from anybit.evaluate.metric import classes, plain
+from anybit.simulate.capture import evaluating
 
 
 @dataclass(frozen=True)
@@ -28,27 +31,28 @@ def score(logits: Tensor, labels: Tensor) -> Score:
     >>> score(torch.tensor([[2.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1])).accuracy
     0.5
     """
-    if len(labels) == 0:
-        raise DataError("there is nothing to evaluate on: not one label")
-    if (found := int(labels.max())) >= logits.shape[1] or int(labels.min()) < 0:
-        raise DataError(f"labels go from 0 to {logits.shape[1] - 1} for this network; found {found}")
+    labels = classes(labels, logits)
     correct = int((logits.argmax(1) == labels).sum())
     loss = float(F.cross_entropy(logits.double(), labels))
     return Score(correct / len(labels), loss, len(labels))
 
 
 @torch.no_grad()
-def predict(network: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def predict(network: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Tensor]:
     """Return the logits and labels of every example, with the network in evaluation mode for the time being."""
+    takes = Takes.of(network)
+    place = next((p.device for p in network.parameters()), torch.device("cpu"))
+    pairs = []
     with evaluating(network):
-        place = next((p.device for p in network.parameters()), torch.device("cpu"))
-        pairs = [(network(moved_to(place, x)), moved_to(place, y)) for x, y in loader]
+        for batch in map(takes.split, loader):
+            batch = batch.to(place)
+            pairs.append((plain(network(*batch.args, **batch.kwargs)), batch.targets))
     if not pairs:
         raise DataError("there is nothing to evaluate on: the loader yields no batch")
     return torch.cat([p for p, _ in pairs]), torch.cat([y for _, y in pairs])
 
 
-def evaluate(network: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> Score:
+def evaluate(network: nn.Module, loader: Iterable[Any]) -> Score:
     """Return accuracy and loss of a network on labelled batches."""
     return score(*predict(network, loader))
 

@@ -3,74 +3,197 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anybit.errors import DataError, SpecError
-from anybit.evaluate.accuracy import kl_divergence, predict, score
+from anybit.evaluate.accuracy import kl_divergence
+from anybit.evaluate.batches import Batch, Takes
+from anybit.evaluate.metric import Function, Metric, classes, metric_of, plain, usual
+from anybit.simulate.capture import evaluating
 from anybit.simulate.network import QuantizedNetwork
 from anybit.spec import Bits, Row
 
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a network says at one pair of widths, beside what it says in floating point and what is true."""
-
-    bits: Bits
-    logits: Tensor
-    reference: Tensor
-    labels: Tensor
-
-    def row(self, label: str, seed: int) -> Row:
-        """Return accuracy, loss and divergence from floating point."""
-        s = score(self.logits, self.labels)
-        kl = kl_divergence(self.reference, self.logits)
-        return Row(label, seed, self.bits.weights, self.bits.activations, s.accuracy, s.loss, s.n, kl)
+Widths = Iterable["Bits | str | tuple[int, int]"]
+Run = Callable[[Batch], Any]
 
 
-def predictions(
-    net: QuantizedNetwork, loader: Iterable[tuple[Tensor, Tensor]], widths: Iterable[Bits | tuple[int, int]]
-) -> Iterator[Prediction]:
-    """Give the logits of every example at each pair of widths; `loader` is gone through once for each, and for floats.
+@dataclass
+class Total:
+    """What one pass over a loader comes to, batch by batch."""
 
-    Afterwards the network is at the widths it was at before.
+    metric: Metric | None
+    sums: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    loss: float = 0.0
+    kl: float = 0.0
+    n: int = 0
+    labelled: bool = True
+    marks: list[bytes] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    """In floating point, as far as other widths are compared with them."""
+
+    def add(self, outputs: Any, batch: Batch, reference: Any) -> None:
+        """Count a batch in; without a metric the usual one is chosen by the first."""
+        if self.metric is None:
+            self.metric = usual(outputs, batch.targets)
+        if batch.targets is None and not self.metric.floats:
+            raise DataError(f"{self.metric.name} needs targets, and the loader has none; take metric='agreement'")
+        against = reference if self.metric.floats else batch.targets
+        part = self.metric.add(outputs, against)
+        self.sums = part if not self.n else self.sums + part
+        n, logits = len(batch), plain(outputs)
+        if _has_classes(logits):
+            self.kl += n * kl_divergence(plain(reference), logits)
+        self.labelled &= _has_classes(logits) and _are_classes(batch.targets, logits)
+        if self.labelled:
+            self.loss += n * float(F.cross_entropy(logits.double(), classes(batch.targets, logits)))
+        self.n += n
+        self.marks.append(batch.mark())
+
+    def row(self, bits: Bits, label: str, seed: int, kl: bool) -> Row:
+        """Return it as a row."""
+        assert self.metric is not None
+        return Row(
+            label,
+            seed,
+            bits.weights,
+            bits.activations,
+            self.metric.done(self.sums),
+            self.loss / self.n if self.labelled else None,
+            self.n,
+            self.kl / self.n if kl else None,
+            self.metric.name,
+        )
+
+
+def _has_classes(logits: Any) -> bool:
+    return isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] > 1 and logits.is_floating_point()
+
+
+def _are_classes(targets: Any, logits: Tensor) -> bool:
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex():
+        return False
+    return targets.numel() == len(logits) or targets.shape == logits.shape
+
+
+def measure(
+    at: Callable[[Bits], Run],
+    loader: Iterable[Any],
+    takes: Takes,
+    *,
+    widths: Widths,
+    metric: str | Metric | Function | None = None,
+    label: str = "network",
+    seed: int = 0,
+    place: torch.device | None = None,
+) -> Iterator[Row]:
+    """Yield a row for each pair of widths; `at(bits)` returns what runs one batch at them, on the device `place`.
+
+    The loader is gone through once in floating point and once for each other pair, in the same order each time.
     """
-    pairs = [w if isinstance(w, Bits) else Bits(*w) for w in widths]
-    if not pairs:
-        raise SpecError("a sweep needs at least one pair of widths, such as (8, 8)")
-    with net.at(weights=32, activations=32):
-        reference, labels = predict(net, loader)
+    pairs, place = check_widths(widths), place or torch.device("cpu")
+    floats = Total(None if metric is None else metric_of(metric))
+    run = at(Bits())
+    for batch in (takes.split(part).to(place) for part in loader):
+        outputs = run(batch)
+        floats.add(outputs, batch, outputs)
+        logits = _has_classes(plain(outputs))
+        floats.outputs.append(outputs if logits or (floats.metric and floats.metric.floats) else None)
+    if not floats.n:
+        raise DataError("there is nothing to evaluate on: the loader yields no batch")
+    kl = all(_has_classes(plain(outputs)) for outputs in floats.outputs)
     for bits in pairs:
         if bits == Bits():
-            yield Prediction(bits, reference, reference, labels)
+            yield floats.row(bits, label, seed, kl)
             continue
-        with net.at(weights=bits.weights, activations=bits.activations):
-            logits, again = predict(net, loader)
-        if not torch.equal(again, labels):
+        total, run = Total(floats.metric), at(bits)
+        for part, reference in zip(loader, floats.outputs, strict=False):
+            batch = takes.split(part).to(place)
+            total.add(run(batch), batch, reference)
+        if total.marks != floats.marks:
             raise DataError("the loader gives other examples, or another order, each time; pass one without shuffling")
-        yield Prediction(bits, logits, reference, labels)
+        yield total.row(bits, label, seed, kl)
+
+
+def check_widths(widths: Any) -> list[Bits]:
+    """Return pairs of widths, each given as a pair of numbers, a text such as "W4A8", or `Bits`.
+
+    >>> check_widths(["FP", (8, 8)])
+    [Bits(weights=32, activations=32), Bits(weights=8, activations=8)]
+    """
+    example = 'such as [(8, 8), (4, 4)] or "W8A8 W4A4"'
+    if isinstance(widths, str):
+        widths = widths.split()
+    elif isinstance(widths, Bits) or not isinstance(widths, Iterable):
+        raise SpecError(f"widths are a list of pairs (weights, activations), {example}; got {widths!r:.60}")
+    pairs = []
+    for width in widths:
+        if isinstance(width, str):
+            pairs.append(Bits.parse(width))
+        elif isinstance(width, Bits) or (isinstance(width, tuple | list) and len(width) == 2):
+            pairs.append(width if isinstance(width, Bits) else Bits(*width))
+        else:
+            raise SpecError(f"each of the widths is a pair (weights, activations), {example}; got {width!r:.60}")
+    if not pairs:
+        raise SpecError("a sweep needs at least one pair of widths, such as (8, 8)")
+    return pairs
+
+
+def check_prepared(net: object, verb: str) -> None:
+    """Refuse what `anybit.prepare` did not make."""
+    if not isinstance(net, QuantizedNetwork):
+        kind = type(net).__name__
+        raise SpecError(f"{verb} takes a network from anybit.prepare(model, example_input), got {kind}")
 
 
 def sweep(
     net: QuantizedNetwork,
-    loader: Iterable[tuple[Tensor, Tensor]],
+    loader: Iterable[Any],
     *,
-    widths: Iterable[Bits | tuple[int, int]],
+    widths: Widths,
+    metric: str | Metric | Function | None = None,
     label: str = "network",
     seed: int = 0,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """Return accuracy, loss and divergence from floating point at each pair of widths (weights, activations).
+    """Return how good a network is at each pair of widths (weights, activations).
 
     `loader` is gone through once per width and once in floating point, in the same order each time: do not shuffle.
-    Afterwards the network is at the widths it was at before.
+    Its batches are pairs (inputs, targets), longer tuples whose rest is left alone, dicts with the targets under
+    "labels" or the like, or inputs alone. Afterwards the network is at the widths it was at before.
+
+    Args:
+        net: A network from `anybit.prepare`.
+        loader: The batches.
+        widths: Pairs such as (4, 8), or texts such as "W4A8".
+        metric: "accuracy", "top-5 accuracy", "pixel accuracy", "mean IoU", "mean absolute error", "mean squared error",
+            "agreement" and "relative error" (both with the network in floating point, so that no targets are needed),
+            or a function of outputs and targets that returns a number for a batch, or a sum and a count. Without it:
+            accuracy for classes, mean IoU for a class per pixel, agreement for inputs alone.
+        label: What the rows are called.
+        seed: The seed that the network was trained with.
+        on_row: Called with each row as it is measured.
     """
+    check_prepared(net, "sweep")
+    before, layers = net.bits, net.layers
+    place = next((p.device for p in net.parameters()), torch.device("cpu"))
+
+    def at(bits: Bits) -> Run:
+        net.set_bits(weights=bits.weights, activations=bits.activations)
+        return lambda batch: net(*batch.args, **batch.kwargs)
+
     rows = []
-    for prediction in predictions(net, loader, widths):
-        row = prediction.row(label, seed)
-        rows.append(row)
-        if on_row is not None:
-            on_row(row)
+    try:
+        with evaluating(net), torch.no_grad():
+            takes = Takes.of(net)
+            for row in measure(at, loader, takes, widths=widths, metric=metric, label=label, seed=seed, place=place):
+                rows.append(row)
+                if on_row is not None:
+                    on_row(row)
+    finally:
+        net.set_bits(weights=before.weights, activations=before.activations, layers=layers)
     return rows

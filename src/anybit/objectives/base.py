@@ -272,9 +272,23 @@ def run_backward(loss: Tensor, scaler: Scaler | None) -> None:
     loss = loss if scaler is None else scaler.scale(loss)
     # `loss.backward()` would be shown to an active mode, which PyTorch switches off meanwhile; checkpointed parts run
     # again in there and would go unseen. The engine itself takes the mode along, to device threads too.
-    torch.autograd.graph._engine_run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    with first_backward():
+        torch.autograd.graph._engine_run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+
+@contextlib.contextmanager
+def first_backward() -> Iterator[None]:
+    """Say what is wrong with a closure that ran backward before this block does."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise PenaltyError(
+            "the closure runs backward() itself; let it return the loss, and the penalty runs backward"
+        ) from error
 
 
 def read_numbers(values: Sequence[Tensor]) -> list[float]:

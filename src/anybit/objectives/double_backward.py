@@ -23,10 +23,11 @@ def double_backward(request: Request, closure: Closure, scaler: Scaler | None = 
         weights = [p for p in request.weights if p.requires_grad]
         if not (weights or taps.edges):
             raise PenaltyError("nothing to penalize: no weight requires a gradient and no activation was seen")
-        grads: tuple[Tensor | None, ...] = torch.autograd.graph._engine_run_backward(
-            (loss,), (torch.ones_like(loss),), True, True, (*weights, *taps.edges), allow_unreachable=True,
-            accumulate_grad=False,
-        )  # fmt: skip
+        with base.first_backward():
+            grads: tuple[Tensor | None, ...] = torch.autograd.graph._engine_run_backward(
+                (loss,), (torch.ones_like(loss),), True, True, (*weights, *taps.edges), allow_unreachable=True,
+                accumulate_grad=False,
+            )  # fmt: skip
         reaches = [torch.linalg.vector_norm(w.detach(), ord=math.inf) for w in weights] + taps.reaches
         order = 1 if request.norm == "l1" else 2
         zero = torch.zeros_like(loss.detach())

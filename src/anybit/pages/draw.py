@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 
-from anybit.pages.message import Results, percent, signed
+from anybit.pages.message import Results, signed
+from anybit.pages.rows import SHARES, lower_is_better, shown
 from anybit.spec import FLOAT, Bits
 
 WIDE, HIGH, LEFT, RIGHT, TOP, BOTTOM = 400, 230, 34, 6, 10, 24
@@ -42,29 +43,32 @@ def legend(labels: Sequence[str]) -> str:
 
 
 def bars(results: Results, bits: Bits, *, hidden: bool) -> str:
-    """Return every run at one pair of widths, as bars from 0 to 100 %, with the spread over seeds."""
+    """Return every run at one pair of widths, as bars on the scale of the metric, with the spread over seeds."""
     lines = []
     for i, label in enumerate(results.labels):
         s = results.found.get((label, bits))
         if s is None:
             lines.append(f'<div class="bar {look(i)}"><b>{html.escape(label)}</b><span>not measured</span></div>')
             continue
-        spread, style = "", f"--v:{100 * s.mean:.2f}"
+        spread, style = "", f"--v:{100 * results.at(s.mean):.2f}"
         if s.seeds > 1:
-            spread = f" <small>{100 * s.low:.1f} to {100 * s.high:.1f}</small>"
-            style += f";--low:{100 * s.low:.2f};--high:{100 * s.high:.2f}"
+            spread = f" <small>{results.number(s.low)} to {results.number(s.high)}</small>"
+            style += f";--low:{100 * results.at(s.low):.2f};--high:{100 * results.at(s.high):.2f}"
         points = results.points(label, bits)
-        gap = f' <em class="{tone(points)}">{signed(points)}</em>' if i and points is not None else ""
+        gap = f" {difference(results, points)}" if i and points is not None else ""
         lines.append(
             f'<div class="bar {look(i)}" style="{style}"><b>{html.escape(label)}</b>'
-            f"<i></i><span>{percent(s.mean)}{gap}{spread}</span></div>"
+            f"<i></i><span>{shown(s.mean, results.metric)}{gap}{spread}</span></div>"
         )
     return f'<div data-at="{bits}"{" hidden" if hidden else ""}>{"".join(lines)}</div>'
 
 
-def tone(points: float) -> str:
-    """Return the class of a difference: better or worse by half a point, or neither."""
-    return "" if abs(points) < 0.5 else "better" if points > 0 else "worse"
+def difference(results: Results, points: float) -> str:
+    """Return a difference, coloured by whether it is better or worse; half a point of a share is neither."""
+    least = 0.5 if results.metric in SHARES else 0.0
+    better = (points > 0) is not lower_is_better(results.metric)
+    tone = "" if abs(points) <= least else "better" if better else "worse"
+    return f'<em class="{tone}">{results.signed(points)}</em>'
 
 
 def family(bits: Bits) -> str:
@@ -99,13 +103,15 @@ def _chart(results: Results, name: str, at: dict[int, Bits]) -> str:
     step = (WIDE - LEFT - RIGHT) / len(at)
     x = {width: LEFT + (i + 0.5) * step for i, width in enumerate(at)}
 
-    def y(share: float) -> float:
-        return TOP + (1 - share) * (HIGH - TOP - BOTTOM)
+    low, high = results.ends
+
+    def y(value: float) -> float:
+        return TOP + (1 - results.at(value)) * (HIGH - TOP - BOTTOM)
 
     parts = [
-        f'<path class="grid" d="M{LEFT} {y(s / 4):.1f}H{WIDE - RIGHT}"/>'
-        f'<text x="{LEFT - 6}" y="{y(s / 4) + 4:.1f}" text-anchor="end">{25 * s}</text>'
-        for s in range(5)
+        f'<path class="grid" d="M{LEFT} {y(value):.1f}H{WIDE - RIGHT}"/>'
+        f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{results.factor * value:.3g}</text>'
+        for value in (low + (high - low) * s / 4 for s in range(5))
     ]
     parts += [
         f'<text x="{at_x:.1f}" y="{HIGH - 6}" text-anchor="middle">{"FP" if width == FLOAT else width}</text>'
@@ -118,7 +124,7 @@ def _chart(results: Results, name: str, at: dict[int, Bits]) -> str:
         band = "L".join(f"{px:.1f} {y(share):.1f}" for px, share in edge)
         marks = "".join(
             f'<g data-bits="{bits}" transform="translate({px:.1f} {y(s.mean):.1f})">'
-            f"<title>{html.escape(label)}, {bits}: {percent(s.mean)}</title>"
+            f"<title>{html.escape(label)}, {bits}: {shown(s.mean, results.metric)}</title>"
             f'<circle class="touch" r="12"/>{mark(i)}</g>'
             for px, s, bits in own
         )
@@ -126,7 +132,8 @@ def _chart(results: Results, name: str, at: dict[int, Bits]) -> str:
             parts.append(
                 f'<g class="{look(i)}"><path class="band" d="M{band}z"/><path class="line" d="M{line}"/>{marks}</g>'
             )
-    title = f"Test accuracy in % against bits of {name}"
+    unit = f" in {results.unit}" if results.unit else ""
+    title = html.escape(f"Test {results.metric}{unit} against bits of {name}")
     return (
         f'<figure><figcaption>Bits of {name}</figcaption><svg class="chart" viewBox="0 0 {WIDE} {HIGH}" '
         f'role="img" aria-label="{title}; the numbers are in the table below">{"".join(parts)}</svg></figure>'
@@ -149,7 +156,8 @@ def _cell(bits: Bits, value: float | None, most: float, difference: bool) -> str
     if value is None:
         return "<td></td>"
     share = min(100.0, 100 * abs(value) / most) if most else 0.0
-    text = signed(value, 0 if abs(value) >= 9.95 else 1) if difference else f"{value:.0f}"
+    digits = f"{value:.0f}" if abs(most) >= 50 else f"{value:.2g}"
+    text = signed(value, 0 if abs(value) >= 9.95 else 1 if most >= 1 else 3) if difference else digits
     kinds = [kind for kind, yes in (("minus", value < 0), ("strong", share >= STRONG)) if yes]
     css = f' class="{" ".join(kinds)}"' if kinds else ""
     return f'<td data-bits="{bits}" title="{bits}"{css} style="--v:{share:.0f}">{text}</td>'
@@ -175,10 +183,10 @@ def numbers(results: Results, pairs: Sequence[Bits]) -> str:
         cells = []
         for label in results.labels:
             s, points = results.found.get((label, bits)), results.points(label, bits)
-            spread = f"<small>{100 * s.low:.1f} to {100 * s.high:.1f}</small>" if s and s.seeds > 1 else ""
-            gap = f'<em class="{tone(points)}">{signed(points)}</em>' if points is not None and label != first else ""
+            spread = f"<small>{results.number(s.low)} to {results.number(s.high)}</small>" if s and s.seeds > 1 else ""
+            gap = difference(results, points) if points is not None and label != first else ""
             several = len(others) > 1
-            value = f"{100 * s.mean:.1f}{gap if several else ''}{spread}" if s else ""
+            value = f"{results.number(s.mean)}{gap if several else ''}{spread}" if s else ""
             cells.append(f'<td class="many">{value}</td>' if several else f"<td>{value}</td>")
             if label != first and not several:
                 cells.append(f"<td>{gap}</td>")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anybit.errors import SpecError
-from anybit.pages.rows import Summary, summarize
+from anybit.pages.rows import SHARES, Summary, shown, summarize
 from anybit.spec import Bits, Row
 
 CLOSE = 1.0
@@ -21,6 +21,42 @@ class Results:
     labels: tuple[str, ...]
     pairs: tuple[Bits, ...]
     found: dict[tuple[str, Bits], Summary]
+    metric: str = "accuracy"
+
+    @property
+    def factor(self) -> int:
+        """What values are multiplied by to be shown: shares are shown in percent."""
+        return 100 if self.metric in SHARES else 1
+
+    @property
+    def unit(self) -> str:
+        """What stands behind a shown value, and `points` behind a difference."""
+        return "%" if self.metric in SHARES else ""
+
+    def number(self, value: float) -> str:
+        """Return a value without its unit, as tables show it."""
+        return f"{100 * value:.1f}" if self.metric in SHARES else f"{value:.4g}"
+
+    def gap(self, points: float) -> str:
+        """Return a difference with its sign and unit."""
+        return f"{signed(points)} points" if self.metric in SHARES else self.signed(points)
+
+    def signed(self, points: float) -> str:
+        """Return a difference with its sign."""
+        return signed(points) if self.metric in SHARES else f"{points:+.3g}".replace("-", "−")
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Where a chart begins and ends: a share from 0 to 1, anything else where its values do, with zero."""
+        if self.metric in SHARES:
+            return 0.0, 1.0
+        low, high = min(s.low for s in self.found.values()), max(s.high for s in self.found.values())
+        return min(0.0, low), max(0.0, high) or 1.0
+
+    def at(self, value: float) -> float:
+        """Return where a value is between the ends, from 0 to 1."""
+        low, high = self.ends
+        return (value - low) / (high - low)
 
     @property
     def equal(self) -> list[Bits]:
@@ -28,9 +64,9 @@ class Results:
         return sorted((bits for bits in self.pairs if bits.weights == bits.activations), reverse=True)
 
     def points(self, label: str, bits: Bits) -> float | None:
-        """Return by how many points of accuracy a run is above the first one."""
+        """Return by how much a run is above the first one, of a share in points."""
         here, first = self.found.get((label, bits)), self.found.get((self.labels[0], bits))
-        return 100 * (here.mean - first.mean) if here and first else None
+        return self.factor * (here.mean - first.mean) if here and first else None
 
     def gaps(self, pairs: Sequence[Bits]) -> list[tuple[float, str, Bits]]:
         """Return how far each other run is from the first one at each pair, where both were measured."""
@@ -42,6 +78,8 @@ def results(rows: Sequence[Row]) -> Results:
     """Return what rows come to, mean and spread over seeds."""
     if not rows:
         raise SpecError("a report needs at least one row, as anybit.sweep returns them")
+    if len(metrics := sorted({row.metric for row in rows})) > 1:
+        raise SpecError(f"rows of {' and of '.join(metrics)} do not belong on one page; report them apart")
     (most, times), *_ = Counter((row.label, row.seed, row.bits) for row in rows).most_common(1)
     if times > 1:
         label, seed, bits = most
@@ -51,7 +89,7 @@ def results(rows: Sequence[Row]) -> Results:
         )
     found = {(s.label, s.bits): s for s in summarize(rows)}
     labels, pairs = (tuple(dict.fromkeys(key[part] for key in found)) for part in (0, 1))
-    return Results(tuple(map(str, labels)), tuple(b for b in pairs if isinstance(b, Bits)), found)
+    return Results(tuple(map(str, labels)), tuple(b for b in pairs if isinstance(b, Bits)), found, metrics[0])
 
 
 @dataclass(frozen=True)
@@ -61,15 +99,6 @@ class Message:
     head: str
     more: tuple[str, ...]
     bits: Bits
-
-
-def percent(value: float) -> str:
-    r"""Return a share in percent.
-
-    >>> percent(0.5312)
-    '53.1\xa0%'
-    """
-    return f"{100 * value:.1f}\xa0%"
 
 
 def signed(points: float, digits: int = 1) -> str:
@@ -95,20 +124,26 @@ def _several(results: Results, gaps: list[tuple[float, str, Bits]]) -> Message:
     points, label, bits = max(gaps, key=lambda gap: abs(gap[0]))
     first = results.labels[0]
     before, after = results.found[first, bits].mean, results.found[label, bits].mean
-    more = [f"“{label}” against “{first}”: {signed(points)} points."]
+    more = [f"“{label}” against “{first}”: {results.gap(points)}."]
     floating = results.points(label, Bits())
     if floating is not None and bits != Bits():
-        more.append(f"In floating point the difference is {signed(floating)}.")
+        more.append(f"In floating point the difference is {results.signed(floating)}.")
     every = [gap for gap in results.gaps(results.pairs) if gap[1] == label]
     if len(every) > 2:
         low, high = min(every), max(every)
         more.append(
-            f"Over all {len(every)} measured widths it goes from {signed(low[0])} ({low[2]}) "
-            f"to {signed(high[0])} ({high[2]})."
+            f"Over all {len(every)} measured widths it goes from {results.signed(low[0])} ({low[2]}) "
+            f"to {results.signed(high[0])} ({high[2]})."
         )
-    if abs(points) < 0.05:
+    if abs(points) < (0.05 if results.metric in SHARES else 1e-12):
         return Message("The runs do not differ at any width", tuple(more), bits)
-    return Message(f"At {bits}: {percent(before)} becomes {percent(after)}", tuple(more), bits)
+    return Message(f"At {bits}: {_becomes(results, before, after)}", tuple(more), bits)
+
+
+def _becomes(results: Results, before: float, after: float) -> str:
+    """Say what one value becomes, with the name of the metric unless it is the usual one."""
+    name = "" if results.metric == "accuracy" else f"{results.metric} "
+    return f"{name}{shown(before, results.metric)} becomes {shown(after, results.metric)}"
 
 
 def _one(results: Results) -> Message:
@@ -117,13 +152,17 @@ def _one(results: Results) -> Message:
     narrow = [bits for bits in own if bits != Bits()]
     if Bits() not in own or not narrow:
         bits = (own or [bits for bits in results.pairs if (label, bits) in results.found])[-1]
-        return Message(f"At {bits}: {percent(results.found[label, bits].mean)}", (), bits)
+        name = "" if results.metric == "accuracy" else f"{results.metric} "
+        return Message(f"At {bits}: {name}{shown(results.found[label, bits].mean, results.metric)}", (), bits)
     top = results.found[label, Bits()].mean
+    if results.metric not in SHARES:
+        last = results.found[label, narrow[-1]].mean
+        return Message(f"At {narrow[-1]}: {_becomes(results, top, last)}", (), narrow[-1])
     lost = {bits: 100 * (top - results.found[label, bits].mean) for bits in narrow}
     far = next((bits for bits in narrow if lost[bits] >= CLOSE), None)
     held = narrow[: narrow.index(far)] if far else narrow
-    more = () if far is None else (f"At {far} it is {percent(results.found[label, far].mean)}.",)
-    said = f"Floating point has {percent(top)}."
+    more = () if far is None else (f"At {far} it is {shown(results.found[label, far].mean)}.",)
+    said = f"Floating point has {shown(top)}."
     if held:
         return Message(f"Down to {held[-1]} it loses less than a point", (said, *more), far or held[-1])
-    return Message(f"At {narrow[0]}: {percent(top)} becomes {percent(top - lost[narrow[0]] / 100)}", (), narrow[0])
+    return Message(f"At {narrow[0]}: {_becomes(results, top, top - lost[narrow[0]] / 100)}", (), narrow[0])

@@ -92,6 +92,7 @@ def render(files: Sequence[RowFile], names: Sequence[str] = ()) -> str:
         charts=_charts(found, grid),
         maps=_maps(found) if grid else "",
         table=_tables(found, grid),
+        unit=html.escape(f"Test {found.metric}" + " in %, differences in points" * bool(found.unit)),
         csv=base64.b64encode(_csv(rows).encode()).decode(),
         notes=_list(dict.fromkeys(note for file in files for note in file.notes)),
         origins=_list(dict.fromkeys(_origin(file) for file in files)),
@@ -118,7 +119,7 @@ def _counts(rows: Sequence[Row], found: Results) -> str:
     seeds = sorted({s.seeds for s in found.found.values()})
     examples = f"{n[0]:,}" if len(n) == 1 else f"{n[0]:,} to {n[-1]:,}"
     several = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    return f"Test accuracy on {examples} examples" + (f", mean of {several} seeds." if seeds[-1] > 1 else ".")
+    return f"Test {found.metric} on {examples} examples" + (f", mean of {several} seeds." if seeds[-1] > 1 else ".")
 
 
 def _charts(found: Results, grid: bool) -> str:
@@ -127,7 +128,8 @@ def _charts(found: Results, grid: bool) -> str:
         return ""
     text = "The shade goes from the lowest to the highest seed. " * any(s.seeds > 1 for s in found.found.values())
     return (
-        f'<section id="curves"><h2>Accuracy against width</h2><p class="soft">{text}FP is floating point.</p>'
+        f'<section id="curves"><h2>{html.escape(found.metric[:1].upper() + found.metric[1:])} against width</h2>'
+        f'<p class="soft">{text}FP is floating point.</p>'
         f'{draw.legend(found.labels)}<div class="panels">{"".join(made)}</div></section>'
     )
 
@@ -135,9 +137,10 @@ def _charts(found: Results, grid: bool) -> str:
 def _maps(found: Results) -> str:
     first, *others = found.labels
     most = max((abs(gap[0]) for gap in found.gaps(found.pairs)), default=0.0)
+    points, unit = (", points", ", %") if found.unit else ("", "")
     made = [
         draw.heat(
-            "difference, points" if len(others) == 1 else f"{other} minus {first}, points",
+            f"difference{points}" if len(others) == 1 else f"{other} minus {first}{points}",
             {bits: found.points(other, bits) for bits in found.pairs},
             most=most,
             difference=True,
@@ -145,7 +148,11 @@ def _maps(found: Results) -> str:
         for other in others
     ]
     made += [
-        draw.heat(f"{label}, %", {b: 100 * s.mean for (o, b), s in found.found.items() if o == label}, most=100.0)
+        draw.heat(
+            f"{label}{unit}",
+            {b: found.factor * s.mean for (o, b), s in found.found.items() if o == label},
+            most=found.factor * max(map(abs, found.ends)),
+        )
         for label in found.labels
     ]
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,27 @@ FORMAT = "anybit-rows/1"
 WIDTHS = (FLOAT, *range(8, 1, -1))
 GRID = tuple(sorted((Bits(w, a) for w in WIDTHS for a in WIDTHS), key=lambda bits: bits.weights != bits.activations))
 """Every pair of widths that a page has a place for, the equal ones first."""
+
+SHARES = frozenset({"accuracy", "top-5 accuracy", "pixel accuracy", "mean IoU", "agreement"})
+"""Metrics from 0 to 1, which are shown in percent."""
+
+
+def lower_is_better(metric: str) -> bool:
+    """Tell by its name whether a metric is an error.
+
+    >>> lower_is_better("relative error"), lower_is_better("mean IoU")
+    (True, False)
+    """
+    return metric.lower().endswith(("error", "loss", "distance", "perplexity"))
+
+
+def shown(value: float, metric: str = "accuracy") -> str:
+    r"""Return the value of a metric as a page says it.
+
+    >>> shown(0.5312), shown(0.5312, "mean squared error")
+    ('53.1\xa0%', '0.5312')
+    """
+    return f"{100 * value:.1f}\xa0%" if metric in SHARES else f"{value:.4g}"
 
 
 @dataclass(frozen=True)
@@ -71,14 +93,16 @@ def _read_row(entry: Any) -> Row:
     Bits(row.weights, row.activations)
     if not isinstance(row.label, str):
         raise SpecError(f"label of a row must be a text, got {row.label!r}")
+    if row.metric not in SHARES and math.isfinite(row.accuracy):
+        return row
     if not 0 <= row.accuracy <= 1:
-        raise SpecError(f"accuracy of a row is from 0 to 1, got {row.accuracy}")
+        raise SpecError(f"{row.metric} of a row is from 0 to 1, got {row.accuracy}")
     return row
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Accuracy of one label at one pair of widths, over seeds."""
+    """What one label scored at one pair of widths, over seeds."""
 
     label: str
     bits: Bits

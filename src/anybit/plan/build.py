@@ -15,10 +15,10 @@ from anybit.plan.clip import mse_from_histogram
 from anybit.plan.equalize import equalize
 from anybit.plan.fold import bias_name, fold
 from anybit.plan.moments import ESTIMATED, Moments, propagate
-from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS
+from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS, SIGNAL
 from anybit.plan.points import FLOORS, Activation, Bias, Left, Plan, Weight
-from anybit.plan.sites import Sites, find_sites, sensitive
-from anybit.spec import FLOAT, NARROWEST, QuantSpec, Range
+from anybit.plan.sites import Sites, find_sites, sensitive, signals
+from anybit.spec import FLOAT, NARROWEST, WIDEST, QuantSpec, Range
 
 HELPERS = ("equalize", "bias", "sums", "clip")
 """What can be done for accuracy without data: see `anybit.prepare`."""
@@ -97,12 +97,12 @@ def build(graph: Graph, settings: Settings) -> Built:
         equalize(graph, known, worth_equalizing(graph, moments, lambda layer: _plain(graph, sites, layer, settings)))
     fitted = sites.activations if settings.sigmas is None else ()
     moments = propagate(graph, known, n=settings.sigmas or WIDE, histograms=fitted)
-    reasons = _sensitive(graph, sites) if settings.sensitive != "same" else {}
+    floors = _floors(graph, sites, settings)
     places: dict[str, str] = {}
     points: list[Weight | Activation] = []
     names: dict[str, str] = {}
     for place, path in _in_order(graph, sites):
-        point = _point(graph, sites, place, settings, reasons.get(place, ""), moments)
+        point = _point(graph, sites, place, settings, floors.get(place, (NARROWEST, "")), moments)
         name = place if place in sites.weights else _fresh(path, {*places, *graph.constants} - {place})
         points.append(replace(point, name=name))
         places[name], names[place] = place, name
@@ -136,9 +136,14 @@ def _fresh(stem: str, taken: set[str]) -> str:
 
 
 def _point(
-    graph: Graph, sites: Sites, place: str, settings: Settings, because: str, moments: dict[str, Moments]
+    graph: Graph,
+    sites: Sites,
+    place: str,
+    settings: Settings,
+    least: tuple[int, str],
+    moments: dict[str, Moments],
 ) -> Weight | Activation:
-    floor = SENSITIVE[settings.sensitive] if because else NARROWEST
+    floor, because = least
     if place in sites.weights:
         layer = sites.weights[place][0]
         plain = replace(_plain(graph, sites, layer, settings, place), floor=floor, because=because)
@@ -168,13 +173,15 @@ def _plain(graph: Graph, sites: Sites, layer: Node, settings: Settings, place: s
 
 def _helped(graph: Graph, plain: Weight, layer: Node, settings: Settings, moments: dict[str, Moments]) -> Weight:
     """Return a weight with those of the wanted helpers that lower the error of its layer's output."""
+    if layer.kind != "layer":  # what a cell's weights do to its output is not so simple
+        return plain
     ways = [plain]
     if "sums" in settings.helpers:
         ways += [replace(way, sums=True) for way in ways]
     if "clip" in settings.helpers:
         ways += [replace(way, clip=True) for way in ways]
-    if layer.kind != "layer" or len(ways) == 1:
-        return ways[-1]
+    if len(ways) == 1:
+        return plain
     spread = spread_of(input_of(graph, layer, moments))
     return min(ways, key=lambda how: relative_error(graph.constants[plain.name], how, layer, spread))
 
@@ -195,16 +202,23 @@ def _ranges(moments: Moments, symmetric: bool) -> Ranges:
     return found
 
 
-def _sensitive(graph: Graph, sites: Sites) -> dict[str, str]:
-    """Return the points of layers that few bits hurt most, each with the reason."""
-    found = sensitive(graph)
-    places = sites.weights | sites.activations
-    return {
-        place: found[node]
-        for place, nodes in places.items()
-        for node in nodes[:1]
-        if all(other in found for other in nodes)
+def _floors(graph: Graph, sites: Sites, settings: Settings) -> dict[str, tuple[int, str]]:
+    """Return the width that points do not go below, with the reason: those that few bits hurt most, and signals."""
+    floor = SENSITIVE[settings.sensitive]
+    if floor == NARROWEST:
+        return {}
+    layers = sensitive(graph)
+    floors = {
+        place: (floor, layers[nodes[0]])
+        for place, nodes in (sites.weights | sites.activations).items()
+        if all(node in layers for node in nodes)
     }
+    wide, near = (max(floor, WIDEST), SIGNAL), signals(graph)
+    floors |= dict.fromkeys(near & {*sites.activations, *sites.accumulators}, wide)
+    for node in graph.nodes:  # a cell adds up over time what rounding does to a signal
+        if node.kind == "recurrent" and node.inputs[0] in near:
+            floors |= {name: wide for name in sites.weights if node in sites.weights[name]}
+    return floors
 
 
 def _add_biases(graph: Graph, sites: Sites, moments: Mapping[str, Moments]) -> None:
@@ -276,9 +290,15 @@ def with_inputs(plan: Plan, given: Interval | Mapping[str, Interval] | None) -> 
             raise SpecError(f"no input {name!r} feeds a layer; those that do are {', '.join(inputs) or 'none'}")
         if not _is_pair(interval):
             raise SpecError(f"the range of input {name!r} is a pair of numbers (low, high); got {interval!r}")
-    return plan.with_ranges(
+    asked = plan.with_ranges(
         {n: ((FLOAT, Range(float(r[0]), float(r[1]), "given by the user")),) for n, r in chosen.items()}
     )
+    # Whoever names the range of a signal wants it rounded like a picture.
+    points = (
+        replace(p, floor=FLOORS["input"], because="") if p.name in chosen and p.because == SIGNAL else p
+        for p in asked.points
+    )
+    return replace(asked, points=tuple(points))
 
 
 def _is_pair(value: Any) -> bool:

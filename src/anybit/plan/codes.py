@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anybit.plan.clip import mse_range
+from anybit.plan.extras import Rounded, mark_of, unpack
 from anybit.plan.grid import Grid, bias_codes, bias_units, fits, mean_shift, min_max, weight_grid
 from anybit.plan.points import Weight
 from anybit.plan.rows import as_rows, blocks
@@ -90,10 +91,14 @@ def encode(weight: Floats, how: Weight, bits: int) -> Codes:
     [-3, 2, 3]
     """
     spec = how.spec(bits)
-    grid = weight_grid(*limits(weight, how, bits), spec)
+    own = rounded_at(how, weight, bits)
+    found = own is not None and bool(own.scale)
+    grid = own.grid(weight.ndim, spec) if own and found else weight_grid(*limits(weight, how, bits), spec)
     # Codes from 0 on would not fit in a signed byte.
     middle = 0 if spec.symmetric else 2 ** (bits - 1)
-    if how.sums:
+    if own and found:
+        values = (unpack(own, weight, grid) - np.float32(middle)).astype(_kind(bits))
+    elif how.sums:
         codes = squant(weight, *grid, axis=how.channels, groups=how.groups)
         values = (codes - codes.dtype.type(middle) if middle else codes).astype(_kind(bits))
     else:
@@ -101,6 +106,12 @@ def encode(weight: Floats, how: Weight, bits: int) -> Codes:
     shape = () if spec.axis is None else (-1,)
     scale, zero = np.asarray(grid.scale, np.float32), np.asarray(grid.zero - middle, _kind(bits))
     return Codes(values, scale.reshape(shape), zero.reshape(shape), spec.axis, bits)
+
+
+def rounded_at(how: Weight, weight: Floats, bits: int) -> Rounded | None:
+    """Return what a weight has of its own at a width, unless it has changed since that was found."""
+    found = next((rounded for rounded in how.rounded if rounded.bits == bits), None)
+    return found if found is not None and found.mark == mark_of(weight) else None
 
 
 def _kind(bits: int) -> type[np.signedinteger[Any]]:
@@ -139,7 +150,14 @@ class RoundedBias:
 
 
 def round_bias(
-    exact: Floats, how: Weight, weight: Codes, master: Floats, mean: Floats | None, source: Grid | None, bits: int
+    exact: Floats,
+    how: Weight,
+    weight: Codes,
+    master: Floats,
+    mean: Floats | None,
+    source: Grid | None,
+    bits: int,
+    shift: Floats | None = None,
 ) -> RoundedBias:
     """Return the bias of a layer whose weight is rounded.
 
@@ -151,11 +169,14 @@ def round_bias(
         mean: Of each input channel, if the bias is to take back what rounding adds to the mean of the output.
         source: The grid of the layer's input, if it has one.
         bits: The width of that grid.
+        shift: What reconstruction found to be added at these widths, in place of what the mean would tell.
 
     Where weight and input both have at most 8 bits the bias becomes a whole number of units, as integer kernels add it,
     unless it is too large for that.
     """
-    if mean is not None:
+    if shift is not None:
+        exact = exact + shift
+    elif mean is not None:
         exact = exact - mean_shift(weight.error(master), mean, channels=how.channels, groups=how.groups)
     if source is None or max(bits, weight.bits) > 8:
         return RoundedBias(exact)

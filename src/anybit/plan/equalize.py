@@ -73,10 +73,10 @@ def equalize(graph: Graph, known: dict[str, Norm], pairs: list[Pair]) -> None:
     are left alone, and channels that are (nearly) zero keep their scale.
     """
     factors = factors_of(graph, pairs)
-    changed = {n: scaled(graph, n, pairs, factors) for n in dict.fromkeys(n for pair in pairs for n in pair.names)}
-    for name, weight in changed.items():
-        graph.scaled[name] = _total(name, weight, pairs, factors)
-        graph.set_constant(name, weight)
+    for name in dict.fromkeys(name for pair in pairs for name in pair.names):
+        graph.scaled[name] = _total(name, graph.constants[name], pairs, factors)
+    for name, factor in graph.scaled.items():
+        graph.set_constant(name, graph.constants[name].astype(np.float64) * factor)
     for pair, factor in zip(pairs, factors, strict=True):
         assert pair.layer is not None
         bias = graph.bias(pair.layer)

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from anybit.plan.codes import Codes, RoundedBias, encode, round_bias
+from anybit.plan.codes import Codes, RoundedBias, encode, round_bias, rounded_at
+from anybit.plan.extras import shift_at
 from anybit.plan.grid import Grid
 from anybit.plan.points import Plan, Widths
 from anybit.spec import FLOAT
@@ -120,4 +121,7 @@ class Numbers:
         exact, master = (np.asarray(self.tensors[n], np.float32) for n in (name, bias.weight))
         mean = None if bias.mean is None else np.asarray(bias.mean, np.float32)
         source = self.grid(bias.input) if width != FLOAT else None
-        return round_bias(exact, self.plan.weight(bias.weight), codes, master, mean, source, width)
+        how = self.plan.weight(bias.weight)
+        own = bool(bias.shifts) and rounded_at(how, master, codes.bits) is not None
+        shift = shift_at(bias.shifts, codes.bits, width) if own else None
+        return round_bias(exact, how, codes, master, mean, source, width, shift)

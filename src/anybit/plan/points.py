@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from anybit.errors import SpecError
+from anybit.plan.extras import Rounded, Shift, described
 from anybit.plan.grid import Grid, make_grid
 from anybit.spec import FLOAT, NARROWEST, Bits, LayerWidths, QuantSpec, Range, layer_bits, names_point
 
@@ -40,7 +41,7 @@ class Weight:
     It never goes below the width `floor`, `because` of what it is.
 
     `channels` is the dimension that runs over output channels; `axis` the one with scales of its own. `tensor` is what
-    the file calls it, where that is another name.
+    the file calls it, where that is another name. `rounded` says for some widths which way each entry rounds.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Weight:
     clip: bool = False
     channels: int = 0
     groups: int = 1
+    rounded: tuple[Rounded, ...] = ()
 
     kind = "weight"
 
@@ -127,6 +129,7 @@ class Bias:
     input: str = ""
     tensor: str = ""
     mean: tuple[float, ...] | None = None
+    shifts: tuple[Shift, ...] = ()
 
     @property
     def place(self) -> str:
@@ -249,7 +252,8 @@ class Plan:
         columns = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, columns, strict=True)).rstrip() for row in rows]
         left = [f"stays in floating point: {entry.name} ({entry.reason})" for entry in self.left]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *left])
+        own = described({weight.name: weight.rounded for weight in self.weights})
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *left, *own])
 
 
 def _cells(point: Point, widths: Widths | None) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from anybit.graph.view import Graph, Node, by_output, origins
 
 PRODUCTS = ("layer", "product", "recurrent", "inside")
+LINEAR = ("layer", "add", "sub", "pass", "average", "concat", "norm")
 
 
 @dataclass
@@ -79,6 +80,20 @@ def sensitive(graph: Graph) -> dict[Node, str]:
     depthwise = [n for n in graph.nodes if n.kind == "layer" and n.groups > 1 and _one_input(graph, n)]
     found = dict.fromkeys(depthwise, "depthwise layer") | dict.fromkeys(_gates(graph), "squeeze-and-excite layer")
     return found | dict.fromkeys(behind, "last layer") | dict.fromkeys(before, "first layer")
+
+
+def signals(graph: Graph) -> set[str]:
+    """Return what is still the signal itself in networks for sound and other measurements.
+
+    A picture comes in 8 bits. Samples of sound have 16, and so have their filtered parts and their spectrum: what
+    products with constants make of them, and functions of that, up to the first product after such a function.
+    """
+    bent = {name: False for name in graph.inputs if name in graph.floating and graph.rank(name) != 4}
+    for node in graph.nodes:
+        before = [bent[name] for name in node.inputs if name in bent]
+        if before and not (node.kind in PRODUCTS and any(before)):
+            bent[node.output] = any(before) or node.kind not in LINEAR
+    return set(bent)
 
 
 def _one_input(graph: Graph, layer: Node) -> bool:

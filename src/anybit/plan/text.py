@@ -8,11 +8,13 @@ Fields at their default are left out. An unknown, missing or wrong field is an e
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from anybit.errors import FileError, SpecError
+from anybit.plan.extras import Rounded, Shift
 from anybit.plan.points import Activation, Bias, Left, Plan, Weight
 from anybit.spec import Range, check_width
 
@@ -35,7 +37,13 @@ def _short(entry: Any) -> dict[str, Any]:
         values = {"kind": "weight", **values}
     if "ranges" in values:
         values["ranges"] = [[bits, r.low, r.high, r.source] for bits, r in entry.ranges]
+    for key in values.keys() & _EXTRAS.keys():
+        values[key] = [[_plain(v) for v in dataclasses.astuple(extra)] for extra in values[key]]
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _plain(value: int | bytes) -> int | str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
 def plan_from_values(values: Any, *, where: str) -> Plan:
@@ -190,6 +198,30 @@ def _ranges(value: Any) -> tuple[tuple[int, Range], ...]:
     return found
 
 
+def _extras(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what reads a list of extras, of which no two may be for the same widths."""
+    kinds = [_whole(0, 2**32) if field.type == "int" else _bytes for field in dataclasses.fields(cls)]
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, list) or len(value) != len(kinds):
+            raise TypeError
+        return cls(*(convert(v) for convert, v in zip(kinds, value, strict=True)))
+
+    def convert(value: Any) -> tuple[Any, ...]:
+        found = _list(value, one)
+        if len({(extra.bits, getattr(extra, "inputs", 0)) for extra in found}) != len(found):
+            raise SpecError("a width is listed twice")
+        return found
+
+    return convert
+
+
+def _bytes(value: Any) -> bytes:
+    return base64.b64decode(_text(value), validate=True)
+
+
+_EXTRAS: dict[str, type[Any]] = {"rounded": Rounded, "shifts": Shift}
+
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("name", "tensor", "value", "kind", "weight", "input", "reason", "because"), ("a text", _text)),
     **dict.fromkeys(("symmetric", "sums", "clip"), ("true or false", _flag)),
@@ -201,5 +233,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "shape": ("a list of sizes", lambda value: _list(value, _size)),
     "mean": ("a list of finite numbers", lambda value: _list(value, _number)),
     "ranges": ("a list of [width, low, high, where from]", _ranges),
+    "rounded": ("a list of [width, mark, scale, zero, ranks], the last three in base64", _extras(Rounded)),
+    "shifts": ("a list of [width, width of the input, numbers in base64]", _extras(Shift)),
 }
 """What each field of an entry must be, in words and as the function that sees to it."""

@@ -9,11 +9,12 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from anybit.common.text import printable
 from anybit.errors import SpecError
 from anybit.policy import BATTERY, Chooser, Reading, Step, battery
 from anybit.serve.answers import Answer, Refused, say
 from anybit.serve.model import LiveModel
-from anybit.serve.upload import LARGEST_UPLOAD, TYPES, Example
+from anybit.serve.upload import ARRAYS, LARGEST_UPLOAD, TYPES, Example
 from anybit.spec import FLOAT, Bits
 
 Query = Mapping[str, str]
@@ -66,12 +67,13 @@ class App:
         return route
 
     def about(self) -> dict[str, Any]:
-        """Return what the page shows before any picture is there."""
+        """Return what the page shows before anything is uploaded."""
         machine = self.machine
         widths = {width for step in self.steps for width in (step.bits.weights, step.bits.activations)}
         return {
             "name": self.model.session.master.path.name,
-            "shape": list(self.model.shape),
+            "takes": self.model.fed_with,
+            "pictures": self.model.how is not None,
             "classes": self.model.classes,
             "widths": sorted(widths | set(WIDTHS)),
             "examples": [example.name for example in self.examples],
@@ -80,11 +82,11 @@ class App:
             "margin": MARGIN,
             "machine": None if machine is None else {"percent": machine.percent, "on_mains": machine.on_mains},
             "limit": LARGEST_UPLOAD,
-            "types": sorted(TYPES.values()),
+            "types": [*(sorted(TYPES.values()) if self.model.how is not None else []), *ARRAYS.values()],
         }
 
     def predict(self, query: Query, body: bytes) -> Answer:
-        """Return what the network says about an uploaded picture."""
+        """Return what the network says about an upload."""
         found = self.model.predict(body, bits_of(query))
         return say(
             {
@@ -92,7 +94,9 @@ class App:
                 "guesses": [{"class": g.index, "label": g.label, "confidence": g.confidence} for g in found.guesses],
                 "milliseconds": 1000 * found.seconds,
                 "runs": found.runs,
-                "seen": base64.b64encode(found.seen).decode(),
+                "outputs": [printable(answer, 200) for answer in found.outputs],
+                "seen": None if found.seen is None else base64.b64encode(found.seen).decode(),
+                "size": found.size,
             }
         )
 

@@ -1,16 +1,18 @@
-"""The network behind the page: a prediction at a width, with what it takes there."""
+"""The network behind the page: what it says at a width, with what it takes there."""
 
 from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from anybit.artifact.bench import footprint, input_shapes
+from anybit.artifact.answers import Answer, answers, outputs_of, scores_of
+from anybit.artifact.bench import footprint
+from anybit.artifact.feeding import Preprocessing
+from anybit.artifact.inputs import Feed
 from anybit.artifact.pictures import pillow
 from anybit.artifact.session import Session
 from anybit.errors import DataError
@@ -36,14 +38,18 @@ class Guess:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the network says about one picture at one pair of widths; `seconds` is the median of `runs`."""
+    """What the network says about one input at one pair of widths; `seconds` is the median of `runs`."""
 
     bits: Bits
+    outputs: tuple[Answer, ...]
     guesses: tuple[Guess, ...]
+    """The most likely classes, where an output is one row of scores."""
     seconds: float
     runs: int
-    seen: bytes
-    """The picture in the pixels that the network gets, as a PNG."""
+    seen: bytes | None
+    """A picture in the pixels that the network gets, as a PNG."""
+    size: tuple[int, int] | None
+    """Its height and width."""
 
 
 @dataclass(frozen=True)
@@ -61,78 +67,64 @@ class LiveModel:
     while another one takes the processor.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        *,
-        name: Callable[[int], str] = str,
-        mean: Sequence[float] = (0.0,),
-        std: Sequence[float] = (1.0,),
-    ) -> None:
+    def __init__(self, session: Session) -> None:
         pillow()  # what is missing is told before there is a page
-        self.session, self.name = session, name
-        self.mean, self.std = mean, std
-        self.input, self.shape = _picture_input(session)
-        if not {len(mean), len(std)} <= {1, self.shape[0]}:
-            raise DataError(f"{self.path}: mean and std must be 1 or {self.shape[0]} numbers, one per channel")
+        self.session, self.takes = session, session.takes
+        self.how = _of_pictures(session)
         self._running, self._measuring = threading.Lock(), threading.Lock()
         self._footprints: dict[Bits, Footprint] = {}
-        self._blank: npt.NDArray[np.float32] = np.zeros((1, *self.shape), np.float32)
-        self.classes = len(self._scores(self._blank)[0])
+        self._example = session.example()
+        outputs, _ = outputs_of(session, self._example, finite=False)
+        self.labels = session.feeding
+        self.classes = max((outputs[name].shape[-1] for name in scores_of(outputs, len(self.labels.labels))), default=0)
 
     @property
-    def path(self) -> str:
-        """The master's path, for messages."""
-        return str(self.session.master.path)
+    def fed_with(self) -> str:
+        """What the network takes, in words."""
+        if self.how is None:
+            return "; ".join(map(str, self.takes))
+        height, width = (side or "any" for side in self.how.size)
+        return f"{height} x {width} pixels, {'grey' if self.how.channels == 'grey' else 'colour'}"
 
     def predict(self, data: bytes, bits: Bits) -> Prediction:
-        """Return what the network says about a picture at these widths, and how long a run takes now."""
-        x = read_upload(data, self.shape, mean=self.mean, std=self.std)  # others may run while this decodes
+        """Return what the network says about an upload at these widths, and how long a run takes now."""
+        feed = read_upload(data, self.takes, self.how)  # others may run while this decodes
         with self._running:
             self.session.set_bits(weights=bits.weights, activations=bits.activations)
-            scores, used = self._scores(x)
-            seconds, runs = self.timed(x)
-        best = np.argsort(-scores, kind="stable")[:TOP]
-        guesses = tuple(Guess(int(i), self.name(int(i)), float(scores[i])) for i in best)
-        return Prediction(used, guesses, seconds, runs, self.seen(x))
+            outputs, used = outputs_of(self.session, feed)
+            seconds, runs = self.timed(feed)
+        scores = scores_of(outputs, len(self.labels.labels))
+        found = answers(outputs, scores)
+        rows = [outputs[answer.name] for answer in found if answer.best is not None]
+        guesses = self._guesses(rows[0].ravel()) if rows else ()
+        seen, size = (None, None) if self.how is None else self.seen(next(iter(feed.values())))
+        return Prediction(used, tuple(found), guesses, seconds, runs, seen, size)
 
-    def seen(self, x: npt.NDArray[np.float32]) -> bytes:
+    def _guesses(self, scores: npt.NDArray[np.float32]) -> tuple[Guess, ...]:
+        row: Numbers = np.asarray(scores, np.float64)
+        shares = row if scores_of({"": row}) and row.min() >= 0 else softmax(row)
+        best = np.argsort(-shares, kind="stable")[:TOP]
+        return tuple(Guess(int(i), self.labels.label(int(i)), float(shares[i])) for i in best)
+
+    def seen(self, x: npt.NDArray[np.float32]) -> tuple[bytes, tuple[int, int]]:
         """Return a batch of one as a PNG of the network's own size, its normalization undone."""
-        share = x[0].transpose(1, 2, 0) * np.asarray(self.std) + np.asarray(self.mean)
-        pixels = np.rint(255 * share.clip(0, 1)).astype(np.uint8)
+        assert self.how is not None
+        pixels = self.how.pixels(x[0])
         file = io.BytesIO()
-        pillow().fromarray(pixels if len(x[0]) == 3 else pixels[..., 0]).save(file, "PNG")
-        return file.getvalue()
+        pillow().fromarray(pixels if pixels.shape[-1] == 3 else pixels[..., 0]).save(file, "PNG")
+        return file.getvalue(), (pixels.shape[0], pixels.shape[1])
 
-    def timed(self, x: npt.NDArray[np.float32]) -> tuple[float, int]:
+    def timed(self, x: Feed) -> tuple[float, int]:
         """Return the median time of a run in seconds, and over how many runs."""
         one = measure(lambda: self.session.run(x), repeats=1)
         runs = max(FEWEST_RUNS, min(MOST_RUNS, int(TIMING / max(one, 1e-6))))
         return measure(lambda: self.session.run(x), repeats=runs), runs
 
-    def _scores(self, x: npt.NDArray[np.float32]) -> tuple[Numbers, Bits]:
-        """Return the probability of each class, and the widths it was computed at."""
-        found, used = self.session.run_with_bits(x)
-        outputs = next(iter(found.values())) if isinstance(found, dict) else found
-        if outputs.ndim != 2 or len(outputs) != 1 or not outputs.size:
-            raise DataError(f"{self.path}: the page needs an output of shape N x classes, got {list(outputs.shape)}")
-        row = np.asarray(outputs[0], np.float64)
-        if not np.isfinite(row).all():
-            raise DataError(f"{self.path}: the output at {used} is not finite; try a wider width")
-        return (row if self._says_probabilities() else softmax(row)), used
-
-    def _says_probabilities(self) -> bool:
-        """Tell whether the network ends in a softmax of its own."""
-        graph = self.session.master.graph.graph
-        return any(node.op_type == "Softmax" and self.session.outputs[0] in node.output for node in graph.node)
-
     def footprint(self, bits: Bits) -> Footprint:
         """Return what these widths take, measured once, in a process of its own."""
         with self._measuring:
             if bits not in self._footprints:
-                self._footprints[bits] = Footprint(
-                    *footprint(self.session.master.path, bits, {self.input: self._blank})
-                )
+                self._footprints[bits] = Footprint(*footprint(self.session.master.path, bits, self._example))
             return self._footprints[bits]
 
 
@@ -146,15 +138,12 @@ def softmax(x: Numbers) -> Numbers:
     return np.asarray(parts / parts.sum(), np.float64)
 
 
-def _picture_input(session: Session) -> tuple[str, tuple[int, int, int]]:
-    """Return name and shape of the one input, which must be a picture."""
-    shapes = input_shapes(session)
-    where = session.master.path
-    if len(shapes) != 1:
-        raise DataError(f"{where}: the network takes {len(shapes)} inputs; the page shows networks with one")
-    ((name, shape),) = shapes.items()
-    if len(shape) != 3 or shape[0] not in (1, 3):
-        raise DataError(
-            f"{where}: the network takes inputs of shape {list(shape)}, which no picture has; use anybit run"
-        )
-    return name, (shape[0], shape[1], shape[2])
+def _of_pictures(session: Session) -> Preprocessing | None:
+    """Return how pictures are fed, if the network takes one picture and nothing else."""
+    first, *others = session.takes
+    if others or first.kind is None:
+        return None
+    try:
+        return first.settle(session.feeding)
+    except DataError:
+        return None

@@ -151,10 +151,12 @@ function sayAccuracy(bits) {
 function showPrediction(found) {
   const best = found.guesses[0];
   at("bits").textContent = found.bits;
-  at("seen").src = `data:image/png;base64,${found.seen}`;
-  at("seen").parentElement.hidden = false;
-  at("seen-said").textContent = `as the network sees it: ${about.shape[2]} x ${about.shape[1]} pixels`;
-  fill("answer", `${best.label}, ${percent(best.confidence)}`);
+  if (found.seen !== null) {
+    at("seen").src = `data:image/png;base64,${found.seen}`;
+    at("seen").parentElement.hidden = false;
+    at("seen-said").textContent = `as the network sees it: ${found.size[1]} x ${found.size[0]} pixels`;
+  }
+  fill("answer", best ? `${best.label}, ${percent(best.confidence)}` : found.outputs.join("; "));
   fill("latency", milliseconds(found.milliseconds));
   at("latency").title = `median of ${found.runs} runs`;
   sayAccuracy(found.bits);
@@ -165,7 +167,7 @@ function showPrediction(found) {
     return row([guess.label, bar, percent(guess.confidence)]);
   });
   at("guesses").tBodies[0].replaceChildren(...rows);
-  at("guesses").hidden = false;
+  at("guesses").hidden = rows.length === 0;
   note(found.bits, { guess: at("answer").textContent, latency: at("latency").textContent });
 }
 
@@ -198,7 +200,7 @@ function note(bits, news) {
 
 function take(blob, name) {
   if (blob.size > about.limit) {
-    complain(new Error(`A picture of up to ${about.limit / 1e6} MB is expected; ${name} has ${bytes(blob.size)}.`));
+    complain(new Error(`A file of up to ${about.limit / 1e6} MB is expected; ${name} has ${bytes(blob.size)}.`));
     return;
   }
   picture = blob;
@@ -257,7 +259,7 @@ function offerExamples() {
     button.setAttribute("aria-pressed", "false");
     image.src = `examples/${index}`;
     image.alt = name;
-    button.append(image);
+    button.append(/\.np[yz]$/i.test(name) ? name : image);
     button.addEventListener("click", () => takeExample(index, button));
     at("examples").append(button);
   });
@@ -335,10 +337,14 @@ async function start() {
   }
   document.title = `${about.name} – anybit`;
   at("name").textContent = about.name;
-  const [channels, height, wide] = about.shape;
-  at("facts").textContent =
-    `${height} x ${wide} pixels, ${channels === 1 ? "grey" : "colour"}, ${about.classes} classes; ` +
-    "runs on this machine, at the width below.";
+  const classes = about.classes > 0 ? `, ${about.classes} classes` : "";
+  at("facts").textContent = `${about.takes}${classes}; runs on this machine, at the width below.`;
+  if (!about.pictures) {
+    at("picture-title").textContent = "Input";
+    at("hint").textContent = "Drop an .npy or .npz file here, or choose one";
+    at("answer").textContent = "No input yet.";
+    at("tried-title").textContent = "Widths tried with this input";
+  }
   for (const id of ["weights", "activations"]) {
     at(id).max = about.widths.length - 1;
     at(id).value = about.widths.indexOf(8);

@@ -189,7 +189,7 @@ class Handler(BaseHTTPRequestHandler):
         if length > LARGEST_UPLOAD:
             limit = f"{LARGEST_UPLOAD // 10**6} MB"
             raise Refused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a picture of up to {limit} is expected, got {length:,} bytes"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a file of up to {limit} is expected, got {length:,} bytes"
             )
         if not length:
             raise Refused(HTTPStatus.BAD_REQUEST, "a picture is expected, got an empty file")

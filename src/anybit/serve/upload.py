@@ -1,13 +1,16 @@
-"""Uploaded pictures: bytes from a stranger, checked before they are decoded."""
+"""Uploads, pictures and arrays: bytes from a stranger, checked before they are decoded."""
 
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from anybit.artifact.pictures import Floats, as_batch, decode, find_inputs, pillow
+from anybit.artifact.feeding import Preprocessing
+from anybit.artifact.inputs import Feed, Input, evenly, fed, find_files, read_feeds
+from anybit.artifact.pictures import decode, pillow
 from anybit.errors import DataError
 
 LARGEST_UPLOAD = 10_000_000
@@ -20,6 +23,9 @@ TYPES = {
     "PNG": "image/png", "JPEG": "image/jpeg", "BMP": "image/bmp", "WEBP": "image/webp", "GIF": "image/gif",
 }  # fmt: skip
 """Pillow's name of each kind of picture that is taken, and its media type."""
+
+ARRAYS = {b"\x93NUMPY": ".npy", b"PK": ".npz"}
+"""How files of arrays start, and what they are called."""
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 MOST_EXAMPLES = 24
@@ -36,28 +42,53 @@ class Example:
     kind: str
 
 
-def read_upload(
-    data: bytes, shape: Sequence[int], *, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)
-) -> Floats:
-    """Return a picture as a batch of one, scaled and normalized as `anybit run` does it; of a GIF the first frame.
+def read_upload(data: bytes, takes: Sequence[Input], how: Preprocessing | None) -> Feed:
+    """Return an upload as what the network takes; of a GIF the first frame, of arrays the first example.
+
+    Args:
+        data: A picture, or an .npy or .npz file.
+        takes: The network's inputs.
+        how: What is done to pictures, if the network takes one.
 
     Raises:
-        DataError: It is no picture, of another type, too large, or broken.
+        DataError: It is neither, of another type, too large, or broken; or the network takes something else.
     """
+    arrays = next((ending for start, ending in ARRAYS.items() if data.startswith(start)), None)
     try:
+        if arrays is not None:
+            return _read_arrays(data, arrays, takes)
         picture = decode(data, formats=list(TYPES), largest=LARGEST_PICTURE)
     except DataError as error:
         raise DataError(f"this file {error}") from error
-    return as_batch(picture, shape, mean=mean, std=std)
+    if how is None:
+        names = ", ".join(map(str, takes))
+        raise DataError(f"this network takes no picture but {names}; upload an .npy or .npz file")
+    return {takes[0].name: fed(how, picture, takes[0])}
+
+
+def _read_arrays(data: bytes, ending: str, takes: Sequence[Input]) -> Feed:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"upload{ending}"
+        path.write_bytes(data)
+        try:
+            _, feed = next(read_feeds([str(path)], takes, Preprocessing()))
+        except DataError as error:
+            raise DataError(str(error).removeprefix(f"{path}: ")) from error
+        return feed
 
 
 def read_examples(folder: Path) -> tuple[Example, ...]:
-    """Return some pictures of a folder, taken evenly over their names, each small and whole enough to be uploaded."""
-    found = [path for path in find_inputs(folder) if path.suffix.lower() in SUFFIXES]
+    """Return some files of a folder, taken evenly over their names, each small and whole enough to be uploaded.
+
+    Arrays are offered where there are no pictures.
+    """
+    files = find_files(folder)
+    found = [path for path in files if path.suffix.lower() in SUFFIXES] or [
+        path for path in files if path.suffix.lower() in ARRAYS.values()
+    ]
     if not found:
-        raise DataError(f"{folder}: holds no {_TAKEN} picture to offer as an example")
-    count = min(len(found), MOST_EXAMPLES)
-    return tuple(_example(found[i * len(found) // count]) for i in range(count))
+        raise DataError(f"{folder}: holds no {_TAKEN} picture and no array to offer as an example")
+    return tuple(_example(path) for path in evenly(found, MOST_EXAMPLES))
 
 
 def _example(path: Path) -> Example:
@@ -65,7 +96,12 @@ def _example(path: Path) -> Example:
         if path.stat().st_size > LARGEST_UPLOAD:
             raise DataError(f"more than {LARGEST_UPLOAD // 10**6} MB; take it out of the folder")
         data = path.read_bytes()
-        read_upload(data, (1, 1, 1))
+        if path.suffix.lower() in ARRAYS.values():
+            return Example(path.name, data, "application/octet-stream")
+        try:
+            decode(data, formats=list(TYPES), largest=LARGEST_PICTURE)
+        except DataError as error:
+            raise DataError(f"this file {error}") from error
         with pillow().open(io.BytesIO(data), formats=list(TYPES)) as picture:
             return Example(
                 path.name, data, TYPES.get(picture.format, TYPES["JPEG"])

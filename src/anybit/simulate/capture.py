@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -62,11 +64,13 @@ def capture(model: nn.Module, example: Example) -> fx.GraphModule:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"a torch.nn.Module is expected, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError("a ScriptModule has no Python code to capture; pass the module that it was made from")
     args, kwargs = call_arguments(example)
     args, kwargs = pytree.tree_map_only(Tensor, _at_least_two, (args, kwargs))
     if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise CaptureError("an example input holds at least one tensor, with the batch as its first dimension")
-    with evaluating(model), torch.no_grad(), warnings.catch_warnings():
+    with evaluating(model), torch.no_grad(), warnings.catch_warnings(), _no_dumps():
         # torch.export warns about its own internals; what matters to the user is raised below.
         warnings.simplefilter("ignore")
         try:
@@ -87,6 +91,19 @@ def capture(model: nn.Module, example: Example) -> fx.GraphModule:
         # An exported module refuses to change mode; ours has no operator that depends on it.
         module.__dict__.pop(name, None)
     return module
+
+
+@contextlib.contextmanager
+def _no_dumps() -> Iterator[None]:
+    """Keep torch.export from writing whole graphs to stderr: what matters of a failure is raised, in a line."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before, level = io.StringIO(), log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(before), contextlib.redirect_stderr(before):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from anybit.artifact.master import Master
 from anybit.errors import SpecError
 from anybit.graph.from_torch import to_numpy
+from anybit.plan.allocation import Allocation
 from anybit.plan.numbers import Kept, Numbers
 from anybit.plan.points import Plan
 from anybit.plan.text import plan_from_values, plan_to_values
-from anybit.simulate.allocate import Allocation, allocate
+from anybit.simulate.allocate import allocate
 from anybit.simulate.modules import Activation, Weight, executors
 from anybit.simulate.signature import Signature
 from anybit.spec import FLOAT, Bits, LayerWidths, layer_bits
@@ -67,6 +69,11 @@ class QuantizedNetwork(nn.Module):
         self._plan = plan
         self._forget()
         self.set_bits(weights=self._bits.weights, activations=self._bits.activations, layers=self._layers)
+
+    @property
+    def takes(self) -> Signature:
+        """What it is called with: the inputs of the example."""
+        return self._takes
 
     @property
     def bits(self) -> Bits:
@@ -185,6 +192,12 @@ class QuantizedNetwork(nn.Module):
             yield self
         finally:
             self.set_bits(weights=before.weights, activations=before.activations, layers=apart)
+
+    def as_master(self) -> Master:
+        """Return the network as a master in memory: what `anybit.save` would write, in float32."""
+        from anybit.simulate.to_onnx import as_master
+
+        return as_master(self)
 
     def allocate(self, *, budget: float, loader: Iterable[Any], **options: Any) -> Allocation:
         """Choose a width for every weight under a budget; see `anybit.simulate.allocate.allocate`."""

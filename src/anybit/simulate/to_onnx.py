@@ -23,10 +23,10 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from anybit.artifact.check import OPSET
 from anybit.artifact.header import Header
-from anybit.artifact.master import write_master
+from anybit.artifact.master import Master, write_master
 from anybit.artifact.model import LARGE, OnnxModel, location
 from anybit.common.provenance import origin
-from anybit.errors import MissingDependency, NetworkError
+from anybit.errors import MissingDependency, NetworkError, SpecError
 from anybit.simulate.modules import Activation, Bias, Weight
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.recurrent import to_operators, translations
@@ -61,8 +61,20 @@ def save(net: QuantizedNetwork, path: str | Path, *, store: str = "fp32", about:
     Raises:
         NetworkError: The network has an operator that ONNX cannot express.
     """
+    if not isinstance(net, QuantizedNetwork):
+        raise SpecError(f"save takes a network from anybit.prepare(model, example_input), got {type(net).__name__}")
     model = translate(net)
     write_master(path, model, Header(net.plan, store, {"origin": origin(), **(about or {})}))
+
+
+def as_master(net: QuantizedNetwork) -> Master:
+    """Return the network as a master that is nowhere on disk."""
+    model = translate(net)
+    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    places = {weight.place: weight.name for weight in net.plan.weights}
+    weights = {name: model.array(held[place]).astype("float32") for place, name in places.items()}
+    model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name not in places])
+    return Master(Path("the network"), Header(net.plan), model, weights)
 
 
 def translate(net: QuantizedNetwork) -> OnnxModel:

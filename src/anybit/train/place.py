@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybit.objectives.base import Step
-
-Loader = Iterable[tuple[Tensor, Tensor]]
+from anybit.task.task import pick_device
 
 
 @dataclass(frozen=True)
@@ -56,37 +55,31 @@ class Place:
         loss, norm = (values / self.processes).tolist()
         return replace(step, loss=loss, activation_norm=None if step.activation_norm is None else norm)
 
+    def same_buffers(self, model: nn.Module) -> None:
+        """Give all processes the leading one's buffers: each saw other examples in the last step."""
+        for buffer in model.buffers() if self.processes > 1 else ():
+            dist.broadcast(buffer, 0)
+
     def joined(self, model: nn.Module) -> nn.Module:
         """Return the model on this device, its gradients averaged over all processes."""
         model = model.to(self.device)
         return DistributedDataParallel(model) if self.processes > 1 else model
 
 
-@dataclass(frozen=True)
-class OnDevice:
-    """A loader whose batches are moved to a device, as often as it is gone through."""
-
-    loader: Loader
-    device: torch.device
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for x, y in self.loader:
-            yield x.to(self.device), y.to(self.device)
-
-
-def here() -> Place:
-    """Return the place of a process of its own."""
-    card = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return Place(card if torch.cuda.is_available() else torch.device("cpu"))
+def here(device: torch.device | None = None) -> Place:
+    """Return the place of a process of its own: a device, or the graphics card if there is one."""
+    found = device or pick_device(None)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return Place(torch.device(found.type, local) if found.type == "cuda" and found.index is None else found)
 
 
 @contextlib.contextmanager
-def placed() -> Iterator[Place]:
+def placed(device: torch.device | None = None) -> Iterator[Place]:
     """Say where this process runs; if torchrun started several, they are connected inside the block.
 
     Processes that are connected already stay so afterwards.
     """
-    place = here()
+    place = here(device)
     if dist.is_initialized():
         yield Place(place.device, dist.get_rank(), dist.get_world_size())
         return

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anybit.common.files import read_text
+from anybit.common.named import is_code
 from anybit.common.strict import from_mapping
 from anybit.common.text import printable, quoted
 from anybit.errors import RecipeError, SpecError
+from anybit.models import MODELS
 from anybit.spec import Bits
+from anybit.task.networks import in_package
 
 BUNDLED = Path(__file__).parents[1] / "recipes"
 """The recipes that come with this package."""
@@ -41,32 +44,48 @@ def _not_negative(most: int = MOST, **values: float) -> None:
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """Which network; `multiplier` multiplies its channel counts."""
+    """Which network: one of ours by its `name`, or a `factory`.
 
-    name: str
+    A factory is code such as `my_model.py:make` or `package.module:make`, or a model of another package such as
+    `torchvision/resnet18`, `timm/NAME` or `huggingface/NAME`. `multiplier` multiplies the channel counts of ours.
+    """
+
+    name: str | None = None
     multiplier: float = 1.0
+    factory: str | None = None
 
     def __post_init__(self) -> None:
         _positive(100, multiplier=self.multiplier)
+        if (self.name is None) == (self.factory is None):
+            raise SpecError('name is for a network of anybit, factory = "my_model.py:make" for yours; give one')
+
+    @property
+    def word(self) -> str:
+        """The network in one word."""
+        return self.name or self.factory or ""
 
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """Which data: a known name, the path of an .npz file, or a folder of images by class."""
+    """Which data: a known name, the path of an .npz file, a folder of images by class, or code that returns loaders."""
 
     name: str
     batch: int = 64
     augment: bool = True
+    size: int | None = None
+    """The side that the images in a folder are brought to."""
 
     def __post_init__(self) -> None:
         _positive(batch=self.batch)
+        if self.size is not None:
+            _positive(2**15, size=self.size)
 
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
     """How the weights move: the optimizer, its learning rate, and the shape that the rate follows."""
 
-    name: Literal["sgd", "adam"] = "sgd"
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = 0.1
     momentum: float = 0.9
     weight_decay: float = 1e-4
@@ -184,6 +203,10 @@ class Recipe:
     seed: int = 0
     init: str | None = None
     """A checkpoint to start from, or a state dict of PyTorch (.pt), instead of random weights."""
+    loss: str | None = None
+    """What is minimized: code such as `my_loss.py:loss`, of outputs and targets; cross-entropy, if not given."""
+    metric: str | None = None
+    """What validation tells: the name of a metric of `anybit.sweep`, or code; the usual one, if not given."""
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
     penalty: PenaltyRecipe = field(default_factory=PenaltyRecipe)
     quantize: QuantizeRecipe = field(default_factory=QuantizeRecipe)
@@ -209,8 +232,15 @@ class Recipe:
         """Return plain values, ready for JSON."""
         values = dataclasses.asdict(self)
         values["quantize"]["widths"] = list(self.quantize.widths)
-        if self.penalty.any_width_strength is None:
-            del values["penalty"]["any_width_strength"]
+        for table, key in (
+            (values, "loss"),
+            (values, "metric"),
+            (values["model"], "factory"),
+            (values["data"], "size"),
+            (values["penalty"], "any_width_strength"),
+        ):
+            if table[key] is None:  # as before there was such a key
+                del table[key]
         return values
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:
@@ -222,7 +252,9 @@ class Recipe:
             for table in tables:
                 inner = inner.setdefault(table, {})
             inner[last] = list(value) if isinstance(value, tuple) else value
-        return parse_recipe({key: value for key, value in values.items() if value is not None}, source=self.name)
+        kept = {key: value for key, value in values.items() if value is not None}
+        kept["model"] = {key: value for key, value in kept["model"].items() if value is not None}
+        return parse_recipe(kept, source=self.name)
 
 
 def parse_recipe(values: dict[str, Any], *, source: str = "recipe") -> Recipe:
@@ -231,6 +263,28 @@ def parse_recipe(values: dict[str, Any], *, source: str = "recipe") -> Recipe:
         return from_mapping(Recipe, values)
     except RecipeError as error:
         raise RecipeError(f"{source}: {error}") from error
+
+
+def recipe_by_word(word: str, *, penalty: PenaltyRecipe | None = None, **changes: Any) -> Recipe:
+    """Return a recipe by its file or name, or the usual one for a network that a word names; with other values.
+
+    Args:
+        word: A recipe, or a network such as `my_model.py:make`, `small-conv` or `timm/resnet18`.
+        penalty: For one that says nothing about penalties.
+        changes: Values by their keys, with `__` for the dot (`data__name`); `None` leaves a value as it is.
+    """
+    wanted = {key.replace("__", "."): value for key, value in changes.items() if value is not None}
+    if not (is_code(word) or word in MODELS or in_package(word)):
+        recipe = load_recipe(word, penalty=penalty)
+        return dataclasses.replace(recipe.changed(wanted), penalty=recipe.penalty) if wanted else recipe
+    if "data.name" not in wanted:
+        raise RecipeError(f"{word} needs data to be trained on: say --data digits, a folder, or my_data.py:loaders")
+    name = word.replace(".py:", "-").replace(":", "-").replace("\\", "/").rpartition("/")[2].strip(".")
+    model = {"name": word} if word in MODELS else {"factory": word}
+    rate = 0.1 if "init" not in wanted and not in_package(word) else 0.01
+    values = {"name": name, "epochs": 10, "model": model, "data": {"name": ""}, "optimizer": {"lr": rate}}
+    recipe = parse_recipe(values, source=word).changed(wanted)
+    return recipe if penalty is None else dataclasses.replace(recipe, penalty=penalty)
 
 
 def load_recipe(path: str | Path, *, penalty: PenaltyRecipe | None = None) -> Recipe:

@@ -27,9 +27,9 @@ from torch import nn
 
 from anybit.data import Dataset
 from anybit.errors import NonFiniteError, SpecError
-from anybit.models import build_model
-from anybit.train.checkpoint import digest_of, load_weights
-from anybit.train.loop import fit, model_shape, validate
+from anybit.task.checkpoint import digest_of
+from anybit.train.begin import start
+from anybit.train.loop import fit, validate
 from anybit.train.place import here
 from anybit.train.recipe import Recipe
 from anybit.train.resume import Say, unsaid
@@ -188,41 +188,35 @@ def part_of(data: Dataset, share: float) -> Dataset:
     """Return the data set with the first part of its training split only."""
     if not 0 < share <= 1:
         raise SpecError(f"the share of the training data is above 0 and at most 1, got {share}")
-    n = max(1, round(share * len(data.train)))
+    n = max(1, round(share * len(data.need("train", "a search"))))
     return dataclasses.replace(data, train=data.train.first(n))
 
 
-def track(recipe: Recipe, data: Dataset, knob: Knob, *, steps: int = TRACKED_STEPS) -> Tracked:
+def track(
+    recipe: Recipe, data: Dataset, knob: Knob, *, steps: int = TRACKED_STEPS, device: torch.device | None = None
+) -> Tracked:
     """Take some steps of the recipe without the searched penalty and return what loss and penalty come to."""
     n = steps * recipe.data.batch
     short = dataclasses.replace(data, train=data.train.first(n))
     strengths = {key: BARELY if key in TERM_KEYS else 0.0 for key in knob.keys}
     off = recipe.changed({"epochs": 1, "speed.compile": False, **strengths})  # compiled steps do not show the norms
     lines: list[dict[str, Any]] = []
-    fit(_start(off, data), off, short, log=lambda **values: lines.append(values), place=here())
+    fit(start(off, data)[0], off, short, log=lambda **values: lines.append(values), place=here(device))
     names = [(GRADIENT_KEYS | TERM_KEYS)[key] for key in knob.keys]
     penalty = statistics.median(sum(line[name] for name in names) for line in lines)
     return Tracked(statistics.median(line["loss"] for line in lines), penalty)
 
 
-def try_value(recipe: Recipe, data: Dataset, knob: Knob, value: float) -> float:
+def try_value(recipe: Recipe, data: Dataset, knob: Knob, value: float, *, device: torch.device | None = None) -> float:
     """Train with this value and return the validation accuracy that counts; a run that diverges scores zero."""
     changed = knob.apply(recipe, value)
-    model = _start(changed, data)
+    model, _ = start(changed, data)
     try:
-        fit(model, changed, data, place=here())
-        results = validate(model, changed, data, place=here())
+        fit(model, changed, data, place=here(device))
+        results = validate(model, changed, data, place=here(device))
     except NonFiniteError:
         return 0.0
     return float(results.get("validation_accuracy_at_widths", results["validation_accuracy"]))
-
-
-def _start(recipe: Recipe, data: Dataset) -> nn.Module:
-    torch.manual_seed(recipe.seed)
-    model = build_model(**model_shape(recipe, data))
-    if recipe.init is not None:
-        load_weights(recipe.init, model)
-    return model
 
 
 def search(
@@ -238,6 +232,7 @@ def search(
     grace: int = GRACE,
     on_trial: Callable[[float, float], None] | None = None,
     say: Say = unsaid,
+    device: torch.device | None = None,
 ) -> Found:
     """Try every value of the knob, as far as `storage` does not know it yet, and choose.
 
@@ -255,25 +250,27 @@ def search(
         grace: Seconds without a sign of life after which another process's trial is taken up; the same for all.
         on_trial: Called with value and accuracy after each trial made here.
         say: Told what is waited for, and what is odd about the search, a sentence at a time.
+        device: Where to train; on the graphics card, if not given and there is one.
     """
     # Each trial would be translated anew, for as long as a small one takes.
     short = recipe.changed({"epochs": epochs, "speed.compile": False})
+    data.need("validation", "a search")
     part = part_of(data, share)
 
     def attempt(value: float) -> float:
-        accuracy = try_value(short, part, knob, value)
+        accuracy = try_value(short, part, knob, value, device=device)
         if on_trial is not None:
             on_trial(value, accuracy)
         return accuracy
 
-    name = study_name(short, part, knob.keys, _start(short, part))
+    name = study_name(short, part, knob.keys, start(short, part)[0])
     trials = Trials(name, attempt, storage=storage, grace=grace, say=say)
     tracked = None
     if not knob.values:
-        tracked = Tracked(**trials.note("tracked", lambda: dataclasses.asdict(track(short, data, knob))))
+        tracked = Tracked(**trials.note("tracked", lambda: dataclasses.asdict(track(short, data, knob, device=device))))
     values = knob.values if tracked is None else propose(tracked)
     accuracies, chosen = _tried(trials, knob, values, tolerance, finer)
-    if recipe.init is None and not learned(accuracies.get(0.0, 1.0), len(data.classes)):
+    if recipe.init is None and data.classes and not learned(accuracies.get(0.0, 1.0), len(data.classes)):
         say(NEAR_GUESSING.format(100 * accuracies[0.0]))
     return Found(knob.keys, knob.aim, chosen, accuracies, tolerance, epochs, share, tracked)
 

@@ -18,6 +18,7 @@ import torch
 
 from anybit.common.progress import Advance
 from anybit.errors import AnybitError
+from anybit.train.memory import keep_freed_memory
 
 T = TypeVar("T")
 
@@ -101,6 +102,7 @@ _shared: list[Any] = []
 def _begin(steps: Any, stop: Any) -> None:
     _shared[:] = [steps, stop]
     torch.set_num_threads(1)
+    keep_freed_memory()  # this process does nothing but train
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

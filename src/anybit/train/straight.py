@@ -15,20 +15,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from anybit.data import Dataset
 from anybit.objectives.base import Closure, Perturbation
 from anybit.simulate.modules import executors
 from anybit.simulate.network import QuantizedNetwork
-from anybit.simulate.prepare import prepare
 from anybit.spec import Bits
 
 SMALLEST = 1e-8
 """What stands in for a batch norm's scale of zero, through which no weight could be written back."""
-
-
-def fold(model: nn.Module, data: Dataset, *, per_channel: bool = False) -> QuantizedNetwork:
-    """Return the folded network with a width switch, ranges from batch norm."""
-    return prepare(model, data.train.x[:2], input_range=data.input_range, per_channel=per_channel, preset="paper")
 
 
 class DrawnWidth(Perturbation):

@@ -24,7 +24,6 @@ from anybit.models import build_model
 
 FORMAT = "anybit-checkpoint/1"
 KEYS = frozenset({"format", "about", "digest"})
-PICKLED = (".pt", ".pth")
 TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -86,8 +85,13 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_tensors(path: str | Path, *, kind: str, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a file and what its header says; nothing is executed while reading."""
+def read_tensors(
+    path: str | Path, *, kind: str, what: str, foreign: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a file and what its header says; nothing is executed while reading.
+
+    With `foreign` it may be a file of another program, whose header says nothing that counts here.
+    """
     path = Path(path)
     _check_file(path, what)
     try:
@@ -100,6 +104,8 @@ def read_tensors(path: str | Path, *, kind: str, what: str) -> tuple[dict[str, T
         raise CheckpointError(
             f"{path}: not a whole safetensors file ({_short(error)}); train again or copy it again"
         ) from error
+    if foreign and header.get("format") != kind and "about" not in header:
+        return tensors, {}
     if header.get("format") != kind:
         found = printable(header.get("format", "no format at all"), 40)
         raise CheckpointError(f"{path}: the header says {found!r}, this version reads {kind!r}")
@@ -165,8 +171,9 @@ def read_pickled(path: str | Path) -> dict[str, Tensor]:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(f"{path}: more than tensors in it, or damaged ({_short(error)}); {advice}") from error
-    if isinstance(values, dict) and isinstance(values.get("state_dict"), dict):
-        values = values["state_dict"]
+    for key in NESTED:
+        if isinstance(values, dict) and isinstance(values.get(key), dict):
+            values = values[key]
     if not isinstance(values, dict) or not all(isinstance(k, str) and _plain(v) for k, v in values.items()):
         raise CheckpointError(f"{path}: more than names and tensors in it; {advice}")
     return dict(values)
@@ -193,20 +200,82 @@ def check_room(shape: Mapping[str, Any]) -> None:
         )
 
 
-def load_weights(path: str | Path, model: nn.Module) -> dict[str, Any]:
-    """Fill `model` from a checkpoint and return what its header says; on any mismatch `model` stays as it is.
+PICKLED = (".pt", ".pth", ".ckpt", ".bin")
+"""What `torch.save` is usually told to write."""
 
-    A file that ends in `.pt` or `.pth` is read as a state dict of PyTorch, which says nothing more.
+PREFIXES = ("module.", "_orig_mod.", "model.", "net.")
+"""What training programs put in front of every name."""
+
+NESTED = ("state_dict", "model_state_dict", "model")
+"""Where training programs keep the weights in a larger file."""
+
+
+def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors in a file, and what its header says if anybit wrote it.
+
+    A checkpoint of anybit or any other safetensors file, a run folder, or a state dict that `torch.save` wrote. Nothing
+    is executed while reading.
     """
-    tensors, about = (read_pickled(path), {}) if Path(path).suffix in PICKLED else read_checkpoint(path)
-    check_fit(path, tensors, model.state_dict())
-    model.load_state_dict(tensors)
+    path = Path(path)
+    path = path / "model.safetensors" if path.is_dir() and (path / "model.safetensors").is_file() else path
+    if path.suffix in PICKLED or _starts(path, b"PK"):
+        return read_pickled(path), {}
+    return read_tensors(path, kind=FORMAT, what="a checkpoint (.safetensors)", foreign=True)
+
+
+def _starts(path: Path, mark: bytes) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark
+
+
+def fill(model: nn.Module, tensors: dict[str, Tensor], path: str | Path) -> None:
+    """Put tensors into a model; on any mismatch it stays as it is.
+
+    What programs put in front of all names is taken off, numbers are brought to the model's own type, and counters that
+    evaluation does not look at may be missing.
+    """
+    own = model.state_dict()
+    tensors = named_like(tensors, own)
+    tensors = {k: v.to(own[k].dtype) if k in own and v.is_floating_point() else v for k, v in tensors.items()}
+    counters = {k: v for k, v in own.items() if k.endswith("num_batches_tracked") and k not in tensors}
+    check_fit(path, {**counters, **tensors}, own, advice="take the network that these weights are of")
+    model.load_state_dict({**counters, **tensors})
+
+
+def named_like(tensors: dict[str, Tensor], own: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return tensors without what stands in front of all their names and of none of `own`.
+
+    >>> list(named_like({"module.fc.weight": torch.zeros(1)}, {"fc.weight": 0}))
+    ['fc.weight']
+    """
+    found = True
+    while found and not own.keys() & tensors.keys():
+        found = False
+        for prefix in PREFIXES:
+            if tensors and all(name.startswith(prefix) for name in tensors):
+                tensors, found = {name[len(prefix) :]: value for name, value in tensors.items()}, True
+    return tensors
+
+
+def load_weights(path: str | Path, model: nn.Module) -> dict[str, Any]:
+    """Fill `model` from a file and return what its header says; on any mismatch `model` stays as it is."""
+    tensors, about = read_weights(path)
+    fill(model, tensors, path)
     return about
 
 
 def load_model(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
     """Build the network that a checkpoint says it is for, fill it, and return it with the header."""
     tensors, about = read_checkpoint(path)
+    return model_of(path, tensors, about)[0], about
+
+
+def model_of(
+    path: str | Path, tensors: dict[str, Tensor], about: Mapping[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the network that a header says it is for, fill it, and return it with its sizes."""
     try:
         known = {"multiplier": about["model"].get("width"), **about["model"]}  # its name before version 0.2
         shape = {key: known[key] for key in ("name", "channels", "classes", "multiplier")}
@@ -220,7 +289,7 @@ def load_model(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
     check_fit(path, tensors, outline.state_dict())
     model = build_model(**shape)
     model.load_state_dict(tensors)
-    return model, about
+    return model, shape
 
 
 def check_fit(

@@ -1,0 +1,288 @@
+"""`reconstruct`: fit rounding, ranges and biases of some widths to a few hundred inputs, without labels.
+
+The layers are dealt with in the order of the network. ONNX Runtime runs it twice up to each of them, in floating point
+and at the width with all layers in front done already; `plan.reconstruct` decides the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from onnx import TensorProto, helper
+
+from anybit.artifact.layers import Layer, Use, complete, layers_of
+from anybit.artifact.master import Master, open_master, write_master
+from anybit.artifact.quantized_graph import quantized_graph
+from anybit.artifact.runtime import compile_model
+from anybit.common.bars import progress_bars
+from anybit.common.progress import Advance
+from anybit.errors import DataError, SpecError
+from anybit.plan.codes import encode
+from anybit.plan.extras import Rounded, Shift, mark_of, pack
+from anybit.plan.grid import Grid, dequantize, make_grid, quantize
+from anybit.plan.numbers import Kept, Numbers
+from anybit.plan.points import Activation, Bias, Plan, Weight, Widths
+from anybit.plan.reconstruct import Seen, grouped, round_weight
+from anybit.spec import FLOAT, Bits, Range
+
+Array = npt.NDArray[Any]
+Feed = Mapping[str, Array]
+
+ROWS = 16384
+"""Rows of a layer's input that are looked at, at least; more for kernels with many inputs."""
+
+BATCH = 32
+"""Inputs that are run at a time."""
+
+STAGES = 16
+"""How often the network is run, at most: layers that are dealt with together see each other rounded to nearest."""
+
+NARROW = 8
+"""From this width on rounding to nearest is as good."""
+
+PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+"""Parts of an activation's range that are tried as its range."""
+
+CLEARLY = 0.95
+"""A part of a range is taken if the error is less than this part of the whole range's: few inputs tell it."""
+
+SOURCE = "reconstruction"
+
+
+class Network(Protocol):
+    """A network that can be seen as a master, and takes a plan back: `QuantizedNetwork` is one."""
+
+    plan: Plan
+
+    def as_master(self) -> Master:
+        """Return the network as a master in memory."""
+
+
+def reconstruct(
+    network: Network | str | Path,
+    inputs: Iterable[Any],
+    widths: Sequence[Bits | tuple[int, int]],
+    *,
+    out: str | Path | None = None,
+) -> Plan:
+    """Give some widths rounding, ranges and biases of their own, found on a few hundred inputs, and return the plan.
+
+    All other widths stay as they are. The weights themselves do not change: the plan says for each of these widths
+    which way every weight rounds, which takes about a bit a weight and a width in the file. Weights that change later,
+    by training, are rounded to nearest again.
+
+    Args:
+        network: What `anybit.prepare` returned, whose plan is replaced; or the path of a master.
+        inputs: Batches of inputs as for calibration, 64 to 512 inputs in all, without labels (those of pairs are not
+            looked at).
+        widths: Pairs (weights, activations). Of several with the same weights the first decides how these are rounded.
+        out: Where to write the master, if `network` is one; by default it is replaced.
+    """
+    chosen = [pair if isinstance(pair, Bits) else Bits(*pair) for pair in widths]
+    if not chosen or any(pair.weights == FLOAT for pair in chosen):
+        raise SpecError("reconstruction is for widths of 2 to 16 bits for weights; give pairs as in widths=[(4, 8)]")
+    if not isinstance(network, str | Path):
+        if out is not None:
+            raise SpecError("out is for masters; save a network with anybit.save")
+        network.plan = plan = reconstructed(network.as_master(), inputs, chosen)
+        return plan
+    master = open_master(network)
+    plan = reconstructed(master, inputs, chosen)
+    return write_master(out or network, complete(master), replace(master.header, plan=plan, data=None)).plan
+
+
+def reconstructed(master: Master, inputs: Iterable[Any], widths: Sequence[Bits]) -> Plan:
+    """Return the plan of a master with what these widths have of their own."""
+    feeds = list(feeds_of(master, inputs))
+    layers = layers_of(master)
+    plan = master.plan
+    with progress_bars() as start:
+        for bits in widths:
+            advance = start(f"reconstructing {bits}", len(layers))
+            plan = _Width(master, plan, bits, feeds).run(layers, advance)
+    return plan
+
+
+def feeds_of(master: Master, inputs: Iterable[Any]) -> Iterator[dict[str, Array]]:
+    """Yield inputs by name, a few at a time where the network leaves their number free."""
+    kinds = {value.name: value.type.tensor_type for value in master.graph.graph.input}
+    free = all(len(k.shape.dim) > 0 and not k.shape.dim[0].HasField("dim_value") for k in kinds.values())
+    seen = False
+    for batch in inputs:
+        given = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 and len(kinds) == 1 else batch
+        named = given if isinstance(given, Mapping) else dict(zip(kinds, _listed(given), strict=False))
+        if named.keys() != kinds.keys():
+            raise DataError(f"{master.path}: the network takes {', '.join(kinds)}; got {', '.join(map(str, named))}")
+        arrays = {
+            name: np.asarray(x, helper.tensor_dtype_to_np_dtype(kinds[name].elem_type)) for name, x in named.items()
+        }
+        seen = True
+        count = len(next(iter(arrays.values()))) if free else 1
+        for begin in range(0, count, BATCH):
+            yield {name: x[begin : begin + BATCH] if free else x for name, x in arrays.items()}
+    if not seen:
+        raise DataError("reconstruction saw no data; at least one batch of inputs is expected")
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, tuple | list) else [given]
+
+
+def runner(master: Master, plan: Plan, widths: Widths, names: Sequence[str]) -> Callable[[Feed], dict[str, Array]]:
+    """Return what runs a master with these widths, no further than it must, and gives the values that are named."""
+    numbers = Numbers(plan, widths, master.tensors, Kept(2**28))
+    model, exact = quantized_graph(replace(master, header=replace(master.header, plan=plan)), numbers, packed=False)
+    inner = [name for name in names if name not in master.inputs]
+    del model.graph.output[:]
+    for name in inner:
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    engine = compile_model(model, exact=exact, threads=None, where=str(master.path)) if inner else None
+
+    def run(feed: Feed) -> dict[str, Array]:
+        values = {name: feed[name] for name in names if name in feed}
+        if engine is None:
+            return values
+        wanted = {value.name for value in engine.get_inputs()}
+        try:
+            found = engine.run(inner, {name: x for name, x in feed.items() if name in wanted})
+        except Exception as error:  # ONNX Runtime has no common base for its exceptions
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"{master.path}: an input cannot be run ({reason})") from error
+        return values | dict(zip(inner, found, strict=True))
+
+    return run
+
+
+# One width
+
+
+class _Width:
+    """The reconstruction of one width: a plan that grows layer by layer."""
+
+    def __init__(self, master: Master, plan: Plan, bits: Bits, feeds: list[dict[str, Array]]) -> None:
+        self.master, self.plan, self.bits, self.feeds = master, plan, bits, feeds
+        self.widths = dict(plan.widths(bits))
+
+    def run(self, layers: list[Layer], advance: Advance) -> Plan:
+        """Deal with all layers, a few at a time, and return the plan."""
+        todo = [layer for layer in layers if self.widths[layer.weight.name] != FLOAT]
+        size = math.ceil(len(todo) / STAGES)
+        for start in range(0, len(todo), size or 1):
+            stage = todo[start : start + size]
+            self._stage(stage)
+            advance(size)
+        return self.plan
+
+    def _stage(self, stage: list[Layer]) -> None:
+        uses = [(layer, use) for layer in stage for use in layer.uses]
+        seen = {id(use): Seen() for _, use in uses}
+        fresh = {point for _, use in uses for point in use.points if self.widths[point] != FLOAT}
+        draw = np.random.default_rng(0)
+        rows = {layer.weight.name: -(-max(ROWS, 4 * _inputs(layer.weight)) // len(self.feeds)) for layer in stage}
+        for index, (now, exact) in enumerate(self._values([use.value for _, use in uses], fresh)):
+            found: list[tuple[Layer, Use, Array, Array]] = []
+            for layer, use in uses:
+                seed, shape, most = int(draw.integers(2**32)), layer.weight.shape, rows[layer.weight.name]
+                x, y = (use.rows(values[use.value], shape, most, seed) for values in (now, exact))
+                found.append((layer, use, x, y))
+            if index == 0:
+                self._set_ranges(found)
+            for _, use, x, y in found:
+                grid = self._grid(use.points)
+                seen[id(use)].add(x if grid is None else _on(x, grid), y)
+        for layer in stage:
+            self._round(layer, [seen[id(use)] for use in layer.uses])
+
+    def _grid(self, points: tuple[str, ...]) -> Grid | None:
+        """Return the grid that an input is on; all points that it is put together from share it."""
+        known = [p for p in points if self.widths[p] != FLOAT]
+        return self.plan.activation(known[0]).grid(self.widths[known[0]]) if known else None
+
+    def _values(self, names: list[str], loose: set[str]) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
+        """Run all inputs, at the width (but for some points) and in floating point; yield the values named."""
+        names = list(dict.fromkeys(names))
+        now = runner(self.master, self.plan, self.widths | dict.fromkeys(loose, FLOAT), names)
+        exact = runner(self.master, self.plan, dict.fromkeys(self.widths, FLOAT), names)
+        for feed in self.feeds:
+            yield now(feed), exact(feed)
+
+    def _set_ranges(self, found: list[tuple[Layer, Use, Array, Array]]) -> None:
+        """Choose for each input of less than 8 bits the part of its range with the least error of layers' outputs."""
+        for ranges in dict.fromkeys(self.plan.activation(p).ranges for _, use, _, _ in found for p in use.points):
+            group = [a for a in self.plan.activations if a.ranges == ranges]  # joined points share their range
+            width = self.widths[group[0].name]
+            old = group[0].range_at(width)
+            if width >= NARROW or old is None or old.source == SOURCE or len({self.widths[a.name] for a in group}) > 1:
+                continue
+            names = {a.name for a in group}
+            fed = [
+                (grouped(self.master.weights[layer.weight.name], layer.weight, stacked=layer.stacked), x)
+                for layer, use, x, _ in found
+                if names.intersection(use.points)
+            ]
+            costs = {part: _cost(_part(old, part), group[0], width, fed) for part in PARTS}
+            best = min(costs, key=lambda part: costs[part])
+            best = best if costs[best] < CLEARLY * costs[1.0] else 1.0
+            own = (*((b, r) for b, r in ranges if b != width), (width, replace(_part(old, best), source=SOURCE)))
+            self.plan = self.plan.with_ranges(dict.fromkeys(names, own))
+
+    def _round(self, layer: Layer, seen: list[Seen]) -> None:
+        """Decide the codes of a weight and the shifts of the biases that go with it."""
+        point = self.plan.weight(layer.weight.name)
+        weight = np.asarray(self.master.weights[point.name], np.float32)
+        bits = self.widths[point.name]
+        biased, stacked = all(use.bias for use in layer.uses), layer.stacked
+        if not any(rounded.bits == bits for rounded in point.rounded):
+            own = Rounded(bits, mark_of(weight))
+            if bits < NARROW:
+                found = round_weight(weight, point, bits, Seen.of(seen, centred=biased), stacked=stacked)
+                own = pack(weight, found.codes, found.grid, bits)
+            point = replace(point, rounded=(*point.rounded, own))
+        self.plan = _with(self.plan, point)
+        rounded = encode(weight, point, bits).dequantized()
+        kernels, exact = (grouped(array, point, stacked=stacked) for array in (rounded, weight))
+        for use, own_seen in zip(layer.uses, seen, strict=True):
+            if use.bias:
+                bias = self.plan.bias(use.bias)
+                inputs = self.widths.get(bias.input, FLOAT)
+                shift = own_seen.shift(exact, kernels)
+                others = tuple(s for s in bias.shifts if (s.bits, s.inputs) != (bits, inputs))
+                new = Shift(bits, inputs, shift.astype("<f4").tobytes())
+                self.plan = _with(self.plan, replace(bias, shifts=(*others, new)))
+
+
+def _inputs(weight: Weight) -> int:
+    """Return of how many inputs an output is a sum."""
+    outs = weight.shape[weight.channels] * (weight.groups if weight.channels else 1)
+    return math.prod(weight.shape) // outs
+
+
+def _with(plan: Plan, new: Weight | Bias) -> Plan:
+    """Return a plan with one entry replaced."""
+    if isinstance(new, Bias):
+        return replace(plan, biases=tuple(new if b.name == new.name else b for b in plan.biases))
+    return replace(plan, points=tuple(new if p.name == new.name else p for p in plan.points))
+
+
+def _on(x: Array, grid: Grid) -> Array:
+    return np.asarray(dequantize(quantize(x, grid), grid), np.float32)
+
+
+def _part(old: Range, part: float) -> Range:
+    return Range(old.low * part, old.high * part, old.source)
+
+
+def _cost(part: Range, point: Activation, width: int, fed: list[tuple[Array, Array]]) -> float:
+    """Return the error of the outputs of layers if their input is on the grid of a range."""
+    grid = make_grid(np.float32(part.low), np.float32(part.high), point.spec(width))
+    total = 0.0
+    for kernels, x in fed:
+        error = (_on(x, grid) - x) @ np.swapaxes(kernels, 1, 2)
+        total += float(np.square(error).sum())
+    return total
