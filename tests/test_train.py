@@ -477,7 +477,7 @@ def test_what_was_folded_can_be_written_back(name: str) -> None:
     model.eval()
     split = Split(x, torch.zeros(8, dtype=torch.long))
     data = Dataset("noise", split, split, split, tuple("0123456789"), (-3.0, 3.0))
-    net = prepared(model, data)
+    net = prepared(model, data, preset="paper")
     with torch.no_grad():
         before = model(x)
         unfold(net, model)  # nothing to do: the function stays
@@ -488,7 +488,7 @@ def test_what_was_folded_can_be_written_back(name: str) -> None:
         assert not torch.allclose(model(x), moved, rtol=1e-2, atol=1e-2)
         unfold(net, model)
         torch.testing.assert_close(model(x), moved, rtol=1e-4, atol=1e-4)
-        again = prepared(model, data)
+        again = prepared(model, data, preset="paper")
         assert again.plan == net.plan
         for name, weight in net.weights.items():
             torch.testing.assert_close(again.weights[name], weight, rtol=1e-5, atol=1e-6)
@@ -502,7 +502,7 @@ def test_a_bias_in_front_of_batch_norm_is_written_back_too() -> None:
     model.eval()
     split = Split(x, torch.zeros(8, dtype=torch.long))
     data = Dataset("noise", split, split, split, tuple("0123456789"), (-3.0, 3.0))
-    net = prepared(model, data)
+    net = prepared(model, data, preset="paper")
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

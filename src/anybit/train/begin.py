@@ -17,7 +17,7 @@ from anybit.objectives.gradient import GradientPenalty
 from anybit.objectives.kurtosis import KurtosisPenalty
 from anybit.objectives.noise import UniformNoise
 from anybit.objectives.orthogonal import OrthogonalPenalty
-from anybit.simulate.capture import evaluating
+from anybit.simulate.capture import Example, evaluating
 from anybit.task.checkpoint import check_room, load_weights, read_weights
 from anybit.task.networks import make_network
 from anybit.train.recipe import OptimizerRecipe, PenaltyRecipe, Recipe
@@ -44,7 +44,9 @@ def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Opt
     )
 
 
-def make_penalty(recipe: PenaltyRecipe, model: nn.Module, *, measure: bool = True, example: Any = None) -> Penalty:
+def make_penalty(
+    recipe: PenaltyRecipe, model: nn.Module, *, measure: bool = True, example: Example | None = None
+) -> Penalty:
     """Return the penalties that a recipe asks for, as one; without strengths it only measures the norms, if wanted.
 
     `example` is what the model is called with, for a quantized pass.

@@ -70,13 +70,14 @@ def losses(
         least: Examples that a part must have.
     """
 
-    def mean(part: Batch) -> tuple[Tensor, Any]:
+    def mean(part: Batch) -> Tensor | tuple[Tensor, Any]:
         device = next(leaf for leaf in pytree.tree_leaves(vars(part)) if isinstance(leaf, Tensor)).device.type
         with torch.autocast(device, torch.bfloat16, enabled=mixed):
             outputs = model(*part.args, **part.kwargs)
             found = loss(outputs, part.targets)
-        # Of outputs that a loss of the user's own takes nobody knows how to compare them.
-        return found if len(part) == usual else found * (len(part) / usual), outputs if loss is cross_entropy else None
+        found = found if len(part) == usual else found * (len(part) / usual)
+        # A quantized pass learns from scores of classes; of other outputs only the loss knows what they mean.
+        return (found, plain(outputs)) if loss is cross_entropy else found
 
     count = min(parts, max(1, len(batch) // least))
     cut = [batch] if count == 1 else [_part(batch, i, count) for i in range(count)]
