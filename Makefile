@@ -8,7 +8,7 @@ LIGHT := $(VENV)/.light
 READY := $(VENV)/.ready
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check table1 table2 figures appendix cifar10 bench bench-penalty bench-quant bench-helpers bench-allocate bench-order bench-scale bench-strangers soak fuzz docs setup clean
+.PHONY: demo test check table1 table2 figures appendix cifar10 bench bench-penalty bench-quant bench-peers bench-helpers bench-allocate bench-order bench-scale bench-strangers soak fuzz docs setup clean
 
 demo: $(LIGHT)
 	@$(BIN)/anybit demo
@@ -43,6 +43,9 @@ bench-penalty: $(READY)
 
 bench-quant: $(READY)
 	@$(BIN)/python benchmarks/quant.py
+
+bench-peers: $(READY)
+	@$(BIN)/python benchmarks/peers/run.py
 
 bench-helpers: $(READY)
 	@$(BIN)/python benchmarks/helpers.py

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import anybit
+from anybit.artifact.output_error import allocate_master
 from anybit.errors import DataError, SpecError
 from anybit.models import build_model
 from anybit.plan.knapsack import cheapest
@@ -139,7 +142,8 @@ def test_layers_that_are_kept_wide_take_their_share_of_the_budget() -> None:
         ({"budget": 4, "widths": ()}, SpecError, "one or more of 2 to 16"),
         ({"budget": 4, "activations": 99}, SpecError, "activations must be"),
         ({"budget": 4, "loader": []}, DataError, "saw no data"),
-        ({"budget": 4, "loader": [torch.rand(2, 1, 8, 8)]}, DataError, "needs labels"),
+        ({"budget": 4, "by": "luck"}, SpecError, 'by is "bound"'),
+        ({"budget": 4, "by": "output", "loader": []}, DataError, "saw no data"),
     ],
 )
 def test_bad_requests_are_refused_and_change_nothing(
@@ -150,3 +154,32 @@ def test_bad_requests_are_refused_and_change_nothing(
     with pytest.raises(error, match=message):
         net.allocate(**{"loader": batches(), **options})  # type: ignore[arg-type]
     assert net.bits == anybit.Bits(5, 7)
+
+
+def test_without_labels_the_networks_own_predictions_stand_in() -> None:
+    net = network()
+    inputs = [x for x, _ in batches()]
+    with torch.no_grad():
+        own = [(x, net(x).argmax(1)) for x in inputs]
+    assert net.allocate(budget=4, loader=inputs) == net.allocate(budget=4, loader=own)
+
+
+@pytest.mark.parametrize("budget", [2.5, 4.0])
+def test_by_output_error_the_budget_holds_and_equal_widths_are_beaten(budget: float, tmp_path: Path) -> None:
+    net = network(per_channel=True)
+    inputs = [x for x, _ in batches()]
+    found = net.allocate(budget=budget, loader=inputs, by="output", activations=32)
+    assert found.average_bits <= budget
+    assert "output error" in str(found)
+    exact = torch.cat([net(x) for x in inputs]).detach()
+
+    def error(**layers: Any) -> float:
+        with torch.no_grad(), net.at(weights=8, activations=32, layers=layers):
+            return float((torch.cat([net(x) for x in inputs]) - exact).square().mean() / exact.var(correction=0))
+
+    mixed = error(**found.layers)
+    assert found.measured == pytest.approx(mixed, rel=1e-2)
+    assert mixed < error(**dict.fromkeys(net.weights, anybit.Bits(int(budget), 32)))
+    anybit.save(net, tmp_path / "net.onnx")
+    again = allocate_master(tmp_path / "net.onnx", inputs, budget=budget, activations=32)
+    assert again.layers == found.layers

@@ -71,7 +71,8 @@ def model(data: Tensor) -> nn.Module:
 
 
 def prepared(model: nn.Module, data: Tensor, **options: Any) -> Any:
-    options = {"method": "mse", "symmetric": False, "per_channel": True} | options
+    ways = {"method": "mse", "symmetric": False, "per_channel": True, "sensitive": "same", "helpers": ()}
+    options = ways | options
     return anybit.prepare(model, data[:2], calibration=[data[:64]], **options)
 
 

@@ -40,7 +40,7 @@ class Tool:
 TOOLS = (
     Tool("anybit", "ours.py"),
     Tool("torch.ao", "torch_ao.py"),
-    Tool("Brevitas", "brevitas_fx.py", "brevitas==0.13.4"),
+    Tool("Brevitas", "brevitas_layers.py", "brevitas==0.13.4"),
     Tool("optimum-quanto", "quanto.py", "optimum-quanto==0.2.7"),
     Tool("NNCF", "nncf_torch.py", "nncf==3.4"),
 )

@@ -123,14 +123,15 @@ def measure(job: Job, tools: dict[str, Quantize], widths: list[str], rounds: int
         begin = time.perf_counter()
         try:
             network = tools[row["tool"]](job, bits.weights, bits.activations)
+            seconds = time.perf_counter() - begin
+            found = accuracy(network, job)  # some tools fail only when they run
         except NotOffered as reason:
             row["reason"] = str(reason)
             continue
         except Exception as error:  # whatever it is, the other widths may work
             row["reason"] = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
             continue
-        row["seconds_to_width"] = time.perf_counter() - begin
-        row["accuracy"] = accuracy(network, job)
+        row |= {"seconds_to_width": seconds, "accuracy": found}
         networks[f"{row['tool']} {row['bits']}"] = network
     times = interleaved(networks, job.x[:BATCH], rounds)
     for row in rows:

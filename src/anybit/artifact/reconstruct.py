@@ -7,7 +7,7 @@ and at the width with all layers in front done already; `plan.reconstruct` decid
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from anybit.plan.codes import encode
 from anybit.plan.extras import Rounded, Shift, mark_of, pack
 from anybit.plan.grid import Grid, dequantize, make_grid, quantize
 from anybit.plan.numbers import Kept, Numbers
-from anybit.plan.points import Activation, Bias, Plan, Weight
+from anybit.plan.points import Activation, Bias, Plan, Weight, Widths
 from anybit.plan.reconstruct import Seen, grouped, round_weight
 from anybit.spec import FLOAT, Bits, Range
 
@@ -48,6 +48,9 @@ NARROW = 8
 
 PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 """Parts of an activation's range that are tried as its range."""
+
+CLEARLY = 0.95
+"""A part of a range is taken if the error is less than this part of the whole range's: few inputs tell it."""
 
 SOURCE = "reconstruction"
 
@@ -96,7 +99,7 @@ def reconstruct(
 
 def reconstructed(master: Master, inputs: Iterable[Any], widths: Sequence[Bits]) -> Plan:
     """Return the plan of a master with what these widths have of their own."""
-    feeds = list(_feeds(master, inputs))
+    feeds = list(feeds_of(master, inputs))
     layers = layers_of(master)
     plan = master.plan
     with progress_bars() as start:
@@ -106,7 +109,7 @@ def reconstructed(master: Master, inputs: Iterable[Any], widths: Sequence[Bits])
     return plan
 
 
-def _feeds(master: Master, inputs: Iterable[Any]) -> Iterator[dict[str, Array]]:
+def feeds_of(master: Master, inputs: Iterable[Any]) -> Iterator[dict[str, Array]]:
     """Yield inputs by name, a few at a time where the network leaves their number free."""
     kinds = {value.name: value.type.tensor_type for value in master.graph.graph.input}
     free = all(len(k.shape.dim) > 0 and not k.shape.dim[0].HasField("dim_value") for k in kinds.values())
@@ -129,6 +132,31 @@ def _feeds(master: Master, inputs: Iterable[Any]) -> Iterator[dict[str, Array]]:
 
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, tuple | list) else [given]
+
+
+def runner(master: Master, plan: Plan, widths: Widths, names: Sequence[str]) -> Callable[[Feed], dict[str, Array]]:
+    """Return what runs a master with these widths, no further than it must, and gives the values that are named."""
+    numbers = Numbers(plan, widths, master.tensors, Kept(2**28))
+    model, exact = quantized_graph(replace(master, header=replace(master.header, plan=plan)), numbers, packed=False)
+    inner = [name for name in names if name not in master.inputs]
+    del model.graph.output[:]
+    for name in inner:
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    engine = compile_model(model, exact=exact, threads=None, where=str(master.path)) if inner else None
+
+    def run(feed: Feed) -> dict[str, Array]:
+        values = {name: feed[name] for name in names if name in feed}
+        if engine is None:
+            return values
+        wanted = {value.name for value in engine.get_inputs()}
+        try:
+            found = engine.run(inner, {name: x for name, x in feed.items() if name in wanted})
+        except Exception as error:  # ONNX Runtime has no common base for its exceptions
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"{master.path}: an input cannot be run ({reason})") from error
+        return values | dict(zip(inner, found, strict=True))
+
+    return run
 
 
 # One width
@@ -179,42 +207,18 @@ class _Width:
     def _values(self, names: list[str], loose: set[str]) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
         """Run all inputs, at the width (but for some points) and in floating point; yield the values named."""
         names = list(dict.fromkeys(names))
-        now = self._engine(names, self.widths | dict.fromkeys(loose, FLOAT))
-        exact = self._engine(names, dict.fromkeys(self.widths, FLOAT))
+        now = runner(self.master, self.plan, self.widths | dict.fromkeys(loose, FLOAT), names)
+        exact = runner(self.master, self.plan, dict.fromkeys(self.widths, FLOAT), names)
         for feed in self.feeds:
             yield now(feed), exact(feed)
 
-    def _engine(self, names: list[str], widths: dict[str, int]) -> Any:
-        numbers = Numbers(self.plan, widths, self.master.tensors, Kept(2**28))
-        master = replace(self.master, header=replace(self.master.header, plan=self.plan))
-        model, exact = quantized_graph(master, numbers, packed=False)
-        inner = [name for name in names if name not in self.master.inputs]
-        del model.graph.output[:]
-        for name in inner:
-            model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-        engine = compile_model(model, exact=exact, threads=None, where=str(self.master.path)) if inner else None
-
-        def run(feed: dict[str, Array]) -> dict[str, Array]:
-            values = {name: feed[name] for name in names if name in feed}
-            if engine is None:
-                return values
-            wanted = {value.name for value in engine.get_inputs()}
-            try:
-                found = engine.run(inner, {name: x for name, x in feed.items() if name in wanted})
-            except Exception as error:  # ONNX Runtime has no common base for its exceptions
-                reason = " ".join(str(error).split())[:200]
-                raise DataError(f"{self.master.path}: an input cannot be run ({reason})") from error
-            return values | dict(zip(inner, found, strict=True))
-
-        return run
-
     def _set_ranges(self, found: list[tuple[Layer, Use, Array, Array]]) -> None:
-        """Choose for each input of up to 8 bits the part of its range with the least error of the layers' outputs."""
+        """Choose for each input of less than 8 bits the part of its range with the least error of layers' outputs."""
         for ranges in dict.fromkeys(self.plan.activation(p).ranges for _, use, _, _ in found for p in use.points):
             group = [a for a in self.plan.activations if a.ranges == ranges]  # joined points share their range
             width = self.widths[group[0].name]
             old = group[0].range_at(width)
-            if width > 8 or old is None or old.source == SOURCE or len({self.widths[a.name] for a in group}) > 1:
+            if width >= NARROW or old is None or old.source == SOURCE or len({self.widths[a.name] for a in group}) > 1:
                 continue
             names = {a.name for a in group}
             fed = [
@@ -222,7 +226,9 @@ class _Width:
                 for layer, use, x, _ in found
                 if names.intersection(use.points)
             ]
-            best = min(PARTS, key=lambda part: _cost(_part(old, part), group[0], width, fed))
+            costs = {part: _cost(_part(old, part), group[0], width, fed) for part in PARTS}
+            best = min(costs, key=lambda part: costs[part])
+            best = best if costs[best] < CLEARLY * costs[1.0] else 1.0
             own = (*((b, r) for b, r in ranges if b != width), (width, replace(_part(old, best), source=SOURCE)))
             self.plan = self.plan.with_ranges(dict.fromkeys(names, own))
 

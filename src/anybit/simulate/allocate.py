@@ -1,15 +1,15 @@
-"""Mixed widths from the first-order bound: each layer's share is known before anything is rounded.
+"""Mixed widths under a budget, with labels or without: a share of the cost for each weight and width, then a knapsack.
 
-Rounding moves no entry of a weight by more than half a bin δ, so to first order a layer adds at most
-`δ ‖∇L‖₁` to the loss (the paper's section 3). The widths that make the sum smallest under a budget are a
-knapsack problem with a handful of choices per layer, small enough to solve exactly.
+Two ways to know the shares. The first-order bound: rounding moves no entry of a weight by more than half a bin δ, so to
+first order a layer adds at most `δ ‖∇L‖₁` to the loss (the paper's section 3); where there are no labels, the network's
+own predictions stand in. Or the error of the network's output with one weight rounded, measured for each: no labels, no
+loss, and more accurate. The widths that make the sum smallest are a knapsack problem with a handful of choices per
+layer, small enough to solve exactly.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,48 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anybit.artifact.output_error import allocate_master
 from anybit.errors import DataError, SpecError
 from anybit.graph.from_torch import to_numpy
+from anybit.plan.allocation import Allocation, check_choices, choose
 from anybit.plan.codes import limits
 from anybit.plan.grid import weight_grid
-from anybit.plan.knapsack import cheapest
 from anybit.simulate.capture import moved_to
-from anybit.spec import FLOAT, Bits, check_width
+from anybit.spec import FLOAT, Bits
 
 if TYPE_CHECKING:
     from anybit.simulate.network import QuantizedNetwork
 
 Loss = Callable[[Any, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Widths per layer, what they take, and what they were predicted and found to cost.
-
-    `net.set_bits(weights=8, activations=8, layers=allocation.layers)` puts them into effect.
-    """
-
-    layers: dict[str, Bits]
-    average_bits: float
-    size: int
-    """The weights' size in bytes, without scales."""
-    predicted: float
-    """The first-order bound on the growth of the loss from rounding the weights."""
-    loss: float
-    """In floating point, on the loader."""
-    measured: float
-    """The same at these widths."""
-
-    def __str__(self) -> str:
-        width = max(map(len, self.layers))
-        lines = [f"{name.ljust(width)}  {bits.weights}" for name, bits in self.layers.items()]
-        return "\n".join(
-            [
-                *lines,
-                f"{self.average_bits:.2f} bits on average, {self.size} bytes; loss {self.loss:.4f} -> "
-                f"{self.measured:.4f}, first-order bound +{self.predicted:.4f}",
-            ]
-        )
 
 
 def half_bin(net: QuantizedNetwork, name: str, bits: int) -> Tensor:
@@ -94,13 +65,20 @@ def bounds(
 
 
 def _pairs(loader: Iterable[Any], net: QuantizedNetwork) -> Iterable[tuple[Any, Any]]:
+    """Yield inputs and targets; where there are none, what the network itself predicts in floating point."""
     device = next(net.parameters()).device
     empty = True
     for batch in loader:
-        if not (isinstance(batch, tuple | list) and len(batch) == 2):
-            raise DataError("allocation needs labels: a loader of pairs (inputs, targets)")
         empty = False
-        yield moved_to(device, batch[0]), moved_to(device, batch[1])
+        if isinstance(batch, tuple | list) and len(batch) == 2 and batch[1] is not None:
+            yield moved_to(device, batch[0]), moved_to(device, batch[1])
+            continue
+        x = moved_to(device, batch[0] if isinstance(batch, tuple | list) else batch)
+        with torch.no_grad(), net.at(weights=FLOAT, activations=FLOAT):
+            scores = net(x)
+        if not isinstance(scores, Tensor) or scores.dim() < 2 or not scores.is_floating_point():
+            raise DataError('this output is no scores of classes, so it gives no labels; use by="output"')
+        yield x, scores.argmax(1)
     if empty:
         raise DataError("allocation saw no data; the loader yields at least one batch")
 
@@ -124,44 +102,34 @@ def allocate(
     activations: int = 8,
     widths: Sequence[int] = (2, 3, 4, 5, 6, 7, 8),
     loss: Loss = F.cross_entropy,
+    by: Literal["bound", "output"] = "bound",
 ) -> Allocation:
-    """Choose a width for every weight so that the first-order bound on the loss is smallest under a budget.
+    """Choose a width for every weight so that the harm done is smallest under a budget, which is never exceeded.
 
     Args:
         net: A prepared network; its widths are not changed.
         budget: How much the weights may take: bits per weight on average, or bytes in all.
-        loader: Pairs of inputs and targets, the same ones each time it is iterated; a few hundred examples will do.
+        loader: Pairs of inputs and targets, or inputs alone, the same ones each time it is iterated; a few hundred
+            examples will do. Without targets the network's own predictions stand in for them.
         unit: What the budget counts, "bits" (on average) or "bytes".
         activations: The width of all activations when the loss is measured.
         widths: What to choose from.
         loss: A function of the network's output and the targets.
+        by: What harm is: "bound" (the first-order bound on the loss) or "output" (the squared error of the output with
+            one weight rounded at a time; needs no labels and takes as many runs as there are weights and widths).
     """
-    choices = sorted({check_width(width, "widths") for width in widths})
-    if not choices or choices[-1] == FLOAT:
-        raise SpecError("widths to choose from are one or more of 2 to 16")
-    if unit not in ("bits", "bytes"):
-        raise SpecError(f'unit is "bits" (per weight, on average) or "bytes" (in all); got {unit!r}')
-    check_width(activations, "activations")
-    points = net.plan.weights
-    counts = [math.prod(p.shape) for p in points]
-    # Layers that are kept wide by `ends` take what they take.
-    floors = [[max(bits, p.floor) for bits in choices] for p in points]
-    room = int(budget * sum(counts)) if unit == "bits" else int(budget * 8)
-    costs = bounds(net, loader, choices, loss=loss)
-    table = [costs[p.name] for p in points]
-    try:
-        picked = cheapest(table, [[n * b for b in row] for n, row in zip(counts, floors, strict=True)], room)
-    except SpecError as error:
-        least = sum(n * row[0] for n, row in zip(counts, floors, strict=True))
-        raise SpecError(
-            f"a budget of {budget:g} {unit} cannot be met: even at the narrowest widths the weights take "
-            f"{least / sum(counts):.2f} bits on average, {-(-least // 8)} bytes"
-        ) from error
-    layers = {p.name: Bits(choices[i], activations) for p, i in zip(points, picked, strict=True)}
+    choices = check_choices(widths, unit, activations)
+    if by == "output":
+        inputs = [batch[0] if isinstance(batch, tuple | list) else batch for batch in loader]
+        return allocate_master(
+            net.as_master(), inputs, budget=budget, unit=unit, activations=activations, widths=choices
+        )
+    if by != "bound":
+        raise SpecError(f'by is "bound" (of the loss) or "output" (its error); got {by!r}')
+    found = choose(net.plan.weights, bounds(net, loader, choices, loss=loss), choices, budget, unit)
+    layers = {name: Bits(width, activations) for name, width in found.widths.items()}
     with net.at(weights=FLOAT, activations=FLOAT):
         before = mean_loss(net, loader, loss)
     with net.at(weights=choices[-1], activations=activations, layers=layers):
         after = mean_loss(net, loader, loss)
-    used = sum(n * row[i] for n, row, i in zip(counts, floors, picked, strict=True))
-    predicted = sum(row[i] for row, i in zip(table, picked, strict=True))
-    return Allocation(layers, used / sum(counts), -(-used // 8), predicted, before, after)
+    return Allocation(layers, found.average, found.size, found.cost, before, after)

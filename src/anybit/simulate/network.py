@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 from anybit.artifact.master import Master
 from anybit.errors import SpecError
 from anybit.graph.from_torch import to_numpy
+from anybit.plan.allocation import Allocation
 from anybit.plan.numbers import Kept, Numbers
 from anybit.plan.points import Plan
 from anybit.plan.text import plan_from_values, plan_to_values
-from anybit.simulate.allocate import Allocation, allocate
+from anybit.simulate.allocate import allocate
 from anybit.simulate.modules import Activation, Weight, executors
 from anybit.simulate.signature import Signature
 from anybit.spec import FLOAT, Bits, LayerWidths, layer_bits

@@ -11,12 +11,13 @@ from anybit.data import Dataset, Split
 from anybit.errors import SpecError
 from anybit.evaluate.batches import Takes
 from anybit.models import build_model
+from anybit.objectives.any_width import AnyWidth
 from anybit.objectives.base import Penalty, Sum
 from anybit.objectives.gradient import GradientPenalty
 from anybit.objectives.kurtosis import KurtosisPenalty
 from anybit.objectives.noise import UniformNoise
 from anybit.objectives.orthogonal import OrthogonalPenalty
-from anybit.simulate.capture import evaluating
+from anybit.simulate.capture import Example, evaluating
 from anybit.task.checkpoint import check_room, load_weights, read_weights
 from anybit.task.networks import make_network
 from anybit.train.recipe import OptimizerRecipe, PenaltyRecipe, Recipe
@@ -43,10 +44,19 @@ def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Opt
     )
 
 
-def make_penalty(recipe: PenaltyRecipe, model: nn.Module, *, measure: bool = True) -> Penalty:
-    """Return the penalties that a recipe asks for, as one; without strengths it only measures the norms, if wanted."""
+def make_penalty(
+    recipe: PenaltyRecipe, model: nn.Module, *, measure: bool = True, example: Example | None = None
+) -> Penalty:
+    """Return the penalties that a recipe asks for, as one; without strengths it only measures the norms, if wanted.
+
+    `example` is what the model is called with, for a quantized pass.
+    """
     parts: list[Penalty] = []
-    if measure or recipe.gradient:
+    if recipe.any_width:
+        assert example is not None
+        strength = recipe.any_width_strength
+        parts.append(AnyWidth(model, example, strength="auto" if strength is None else strength))
+    if (measure and not recipe.any_width) or recipe.gradient:
         parts.append(
             GradientPenalty(
                 model,

@@ -25,7 +25,7 @@ from anybit.objectives.schedule import last_epochs
 from anybit.simulate.capture import evaluating
 from anybit.spec import Bits
 from anybit.task.checkpoint import digest_of, load_weights, save_checkpoint
-from anybit.task.task import in_order, pick_metric, prepared
+from anybit.task.task import example_of, in_order, pick_metric, prepared
 from anybit.train.begin import make_optimizer, make_penalty, start
 from anybit.train.board import Log, on_board
 from anybit.train.clock import Clock, EpochTime
@@ -86,7 +86,8 @@ def fit(
     )
     network = (folded or model).to(memory_format=_layout(recipe))  # type: ignore[call-overload]
     network = place.joined(_compiled(network, place) if recipe.speed.compile else network)
-    make = functools.partial(make_penalty, model=network, measure=not recipe.speed.compile)
+    example = example_of(model, data, place.device)
+    make = functools.partial(make_penalty, model=network, measure=not recipe.speed.compile, example=example)
     penalized = DrawnWidth(folded, recipe.quantize.pairs) if folded else make(recipe.penalty)
     plain = make(PenaltyRecipe(norm=recipe.penalty.norm))
     optimizer = make_optimizer(recipe.optimizer, network)

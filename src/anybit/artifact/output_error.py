@@ -1,0 +1,87 @@
+"""Mixed widths without labels: what rounding one weight does to the output, with all else exact; no PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anybit.artifact.master import Master, open_master
+from anybit.artifact.reconstruct import Array, feeds_of, runner
+from anybit.common.bars import progress_bars
+from anybit.plan.allocation import Allocation, check_choices, choose
+from anybit.plan.points import Widths
+from anybit.spec import FLOAT, Bits, LayerWidths
+
+
+def allocate_master(
+    master: Master | str | Path,
+    inputs: Iterable[Any],
+    *,
+    budget: float,
+    unit: str = "bits",
+    activations: int = 8,
+    widths: Sequence[int] = (2, 3, 4, 5, 6, 7, 8),
+) -> Allocation:
+    """Choose a width for every weight of a master so that the error of its output is smallest under a budget.
+
+    Args:
+        master: A master, or its path.
+        inputs: Batches of inputs without labels, a few dozen inputs in all will do.
+        budget: How much the weights may take: bits per weight on average, or bytes in all. It is never exceeded.
+        unit: What the budget counts, "bits" (on average) or "bytes".
+        activations: The width of all activations when the error is measured.
+        widths: What to choose from.
+    """
+    opened = master if isinstance(master, Master) else open_master(master)
+    choices, batches = check_choices(widths, unit, activations), list(inputs)
+    found = choose(opened.plan.weights, output_errors(opened, batches, choices), choices, budget, unit)
+    layers = {name: Bits(width, activations) for name, width in found.widths.items()}
+    error = error_at(opened, batches, Bits(choices[-1], activations), layers)
+    return Allocation(layers, found.average, found.size, found.cost, 0.0, error, "output error")
+
+
+def output_errors(master: Master, inputs: Iterable[Any], widths: Sequence[int]) -> dict[str, list[float]]:
+    """Return for each weight and width the squared error of the outputs, relative to how far those spread.
+
+    Errors of several weights are nearly independent, so that their squares add up.
+    """
+    feeds = list(feeds_of(master, inputs))
+    plain: dict[str, int] = dict.fromkeys(master.plan.widths(Bits()), FLOAT)
+    exact = _outputs(master, feeds, plain)
+    found: dict[str, list[float]] = {}
+    with progress_bars() as start:
+        advance = start("output error of each weight", len(master.plan.weights))
+        for weight in master.plan.weights:
+            found[weight.name] = [
+                _error(exact, _outputs(master, feeds, plain | {weight.name: max(bits, weight.floor)}))
+                for bits in widths
+            ]
+            advance(1)
+    return found
+
+
+def error_at(master: Master, inputs: Iterable[Any], bits: Bits, layers: LayerWidths | None = None) -> float:
+    """Return the squared error of the outputs at some widths, relative to how far they spread."""
+    feeds = list(feeds_of(master, inputs))
+    exact = _outputs(master, feeds, dict.fromkeys(master.plan.widths(Bits()), FLOAT))
+    return _error(exact, _outputs(master, feeds, master.plan.widths(bits, layers)))
+
+
+def _outputs(master: Master, feeds: list[dict[str, Array]], widths: Widths) -> list[Array]:
+    """Return every output over all inputs, as rows."""
+    run = runner(master, master.plan, widths, master.outputs)
+    made: dict[str, list[Array]] = {}
+    for feed in feeds:
+        for name, value in run(feed).items():
+            made.setdefault(name, []).append(np.asarray(value, np.float64).reshape(-1))
+    return [np.concatenate(parts) for parts in made.values()]
+
+
+def _error(exact: list[Array], found: list[Array]) -> float:
+    total = 0.0
+    for want, got in zip(exact, found, strict=True):
+        total += float(np.square(got - want).mean() / max(float(want.var()), 1e-30))
+    return total
