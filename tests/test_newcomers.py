@@ -65,7 +65,7 @@ class Branch(nn.Module):
 
 
 def test_a_branch_on_data_is_said_without_a_dump(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CaptureError, match="it branches on the values of a tensor; use torch.where"):
+    with pytest.raises(CaptureError, match=r"it branches on the values of a tensor; use torch.where"):
         anybit.prepare(Branch(), torch.randn(2, 4))
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
