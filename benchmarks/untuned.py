@@ -3,9 +3,9 @@
     pip install mnist1d
     python -m benchmarks.untuned
 
-A plain loop: a small network of one-dimensional convolutions is trained for 20 epochs without anything; from there it is
-fine-tuned for 10 epochs by the loss alone, and by `AnyWidth` as it comes, without a setting changed. Accuracy on 10,000
-test curves. Writes results/untuned.json.
+A plain loop: a small network of one-dimensional convolutions is trained for 20 epochs without anything; from there it
+is fine-tuned for 10 epochs by the loss alone, and by `AnyWidth` as it comes, without a setting changed. Accuracy on
+10,000 test curves. Writes results/untuned.json.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ TRAINED, VALIDATED = 22_500, 2_500
 SETTINGS: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = {
     "paper": ({"preset": "paper"}, ((8, 8), (4, 4), (3, 32), (3, 3))),
     "default": ({}, ((8, 8), (4, 4), (3, 3), (2, 8))),
-    "default + equalize, clip": ({"helpers": ("equalize", "clip")}, ((4, 4), (3, 3), (2, 8))),
+    "per channel, no helpers": ({"helpers": ()}, ((4, 4), (3, 3), (2, 8))),
 }
 
 Make = Callable[[nn.Module, Tensor], Penalty | None]
@@ -152,6 +152,12 @@ def measure(model: nn.Module, data: Dataset) -> dict[str, Any]:
     return found
 
 
+def read(path: Path) -> dict[str, Any]:
+    """Return what was measured so far."""
+    values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"about": __doc__, "trials": {}}
+    return values
+
+
 def main() -> None:
     """Run the trials and write their numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -161,13 +167,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = load()
-    values: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"about": __doc__, "trials": {}}
     for name in args.only:
-        if name in values["trials"]:
+        if name in read(args.out)["trials"]:
             continue
         model, _ = load_model(Path(START))
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         seen = fine_tune(name, model, data, args.steps)
+        values = read(args.out)  # several of these may run at once
         values["trials"][name] = {"what": TRIALS[name][0], **seen, **measure(model, data), "origin": origin()}
         write_json(args.out, values)
         print(name, {k: v for k, v in values["trials"][name].items() if k != "origin"}, flush=True)

@@ -17,7 +17,8 @@ from anybit.data import Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, FileError
 from anybit.models import build_model
 from anybit.task.checkpoint import load_model
-from anybit.train.loop import fit, model_shape, steps_of
+from anybit.train.begin import model_shape
+from anybit.train.loop import fit, steps_of
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, Recipe
 from paper import cifar10
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import json
 import math
 import os
 import subprocess
@@ -18,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anybit.errors import NonFiniteError, PenaltyError, SpecError
+from anybit.data import load_dataset
+from anybit.errors import NonFiniteError, PenaltyError, RecipeError, SpecError
+from anybit.models import build_model
 from anybit.objectives.any_width import AnyWidth
 from anybit.objectives.gradient import GradientPenalty
 from anybit.objectives.kurtosis import KurtosisPenalty
@@ -29,6 +33,8 @@ from anybit.simulate.live import Live
 from anybit.simulate.prepare import prepare
 from anybit.simulate.rounding import fake_quantize, round_through
 from anybit.spec import Bits
+from anybit.train.loop import fit
+from anybit.train.recipe import parse_recipe
 
 
 class Net(nn.Module):
@@ -512,29 +518,28 @@ def test_a_gradient_scaler_scales_both_passes() -> None:
     close(gradients(twin), {name: 2 * g for name, g in gradients(model).items()})
 
 
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened() -> None:
+@pytest.mark.parametrize("norm", [True, False], ids=["batch norm", "no batch norm"])
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(norm: bool) -> None:
     torch.manual_seed(0)
     x, y = batch(16)
-    model = used(Net(), x)
-    objective = AnyWidth(model, x, strength=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model = used(Net(norm=norm), x)
+    objective = AnyWidth(model, x, strength=0.5, every=3)
 
-    def run(steps: int, network: nn.Module, own: AnyWidth, opt: torch.optim.Optimizer) -> None:
+    def run(steps: int, network: nn.Module, own: AnyWidth) -> None:
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
         for _ in range(steps):
             own.backward(closure_of(network, x, y))
-            opt.step()
-            opt.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    run(2, model, objective, optimizer)
+    run(2, model, objective)
     twin = copy.deepcopy(model)
-    other = AnyWidth(twin, x, strength=0.5)
-    other.load_state_dict(objective.state_dict())
-    objective.live.restart()  # a resumed run takes ranges anew
-    run(3, model, objective, optimizer)
-    run(3, twin, other, torch.optim.SGD(twin.parameters(), lr=0.05))
+    other = AnyWidth(twin, x, strength=0.5, every=3)
+    other.load_state_dict(json.loads(json.dumps(objective.state_dict())))
+    run(4, model, objective)
+    run(4, twin, other)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert objective.strength == other.strength
 
 
 @pytest.mark.parametrize(
@@ -598,3 +603,28 @@ def test_two_processes_give_the_gradient_of_one(tmp_path: Path) -> None:
     for _ in range(2):
         objective.backward(closure_of(model, x, y))
     close(torch.load(tmp_path / "out.pt", weights_only=True), gradients(model), 1e-3)
+
+
+# In a recipe
+
+
+def test_a_recipe_trains_for_any_width() -> None:
+    data = load_dataset("digits")
+    few = dataclasses.replace(data, train=data.train.first(4 * 64))
+    recipe = parse_recipe(
+        {
+            "name": "a",
+            "epochs": 2,
+            "model": {"name": "small-conv", "multiplier": 0.25},
+            "data": {"name": "digits", "batch": 64, "augment": False},
+            "penalty": {"any_width": True, "any_width_strength": 0.5, "start": 1},
+        }
+    )
+    model = build_model(name="small-conv", channels=1, classes=10, multiplier=0.25)
+    rows: list[dict[str, Any]] = []
+    fit(model, recipe, few, log=lambda **row: rows.append(row))
+    assert [row["penalized"] for row in rows] == [False] * 4 + [True] * 4
+    assert all(0 < row["any-width"] < 10 and row["strength"] == 0.5 for row in rows[4:])
+    assert recipe.changed({}) == recipe
+    with pytest.raises(RecipeError, match="any_width_strength must be zero or more"):
+        recipe.changed({"penalty.any_width_strength": -1.0})

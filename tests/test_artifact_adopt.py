@@ -50,7 +50,7 @@ def plain(folder: Path, model: onnx.ModelProto) -> Path:
 
 def test_batch_norm_is_folded_and_gives_the_ranges(tmp_path: Path) -> None:
     path = plain(tmp_path, with_norm())
-    adopt(path, tmp_path / "m.onnx", input_range=(-4.0, 4.0), about={"who": "me"})
+    adopt(path, tmp_path / "m.onnx", preset="paper", input_range=(-4.0, 4.0), about={"who": "me"})
     master = open_master(tmp_path / "m.onnx")
     assert [node.op_type for node in master.graph.graph.node] == [
         "Identity", "Identity", "Conv", "Relu", "Flatten", "Gemm",
@@ -74,7 +74,13 @@ def test_calibration_sets_ranges_and_low_widths_come_close(tmp_path: Path) -> No
     want = floats(path)
     errors = {}
     for per_channel in (False, True):
-        adopt(path, tmp_path / "m.onnx", calibration=[{"x": X[:30]}, {"x": X[30:]}], per_channel=per_channel)
+        adopt(
+            path,
+            tmp_path / "m.onnx",
+            preset="paper",
+            calibration=[{"x": X[:30]}, {"x": X[30:]}],
+            per_channel=per_channel,
+        )
         session = load(tmp_path / "m.onnx")
         for bits in (8, 6, 4):
             session.set_bits(weights=bits, activations=bits)

@@ -175,7 +175,8 @@ def test_large_networks_have_one_set_of_numbers(
 ) -> None:
     (case,) = [c for c in CASES if c.name == name]
     torch.manual_seed(0)
-    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(case.inputs(4), None)], **way)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(case.inputs(4), None)], **way,
+                         preset="paper")  # fmt: skip
     check(net, tmp_path, widths)
 
 
@@ -252,13 +253,13 @@ networks = st.fixed_dictionaries(
     }
 ).filter(lambda n: n["dtype"] != torch.float16 or 1e-3 < n["factor"] < 1e3)  # float16 ends at 65504
 EXTREME = {"kinds": ["plain", "twice", "transposed"], "groups": 2, "faint": 1e-12, "dtype": torch.float32}
-EVERYTHING = {"symmetric": False, "per_channel": True, "helpers": "all", "ends": "same"}
+EVERYTHING = {"symmetric": False, "per_channel": True, "helpers": "all", "sensitive": "same"}
 ways = st.fixed_dictionaries(
     {
         "symmetric": st.booleans(),
         "per_channel": st.booleans(),
         "helpers": st.sampled_from(["all", (), ("sums",), ("bias", "equalize"), ("clip", "bias")]),
-        "ends": st.sampled_from(["same", "8-bit", "float"]),
+        "sensitive": st.sampled_from(["same", "8-bit", "float"]),
     }
 )
 

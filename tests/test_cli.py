@@ -172,7 +172,8 @@ def test_sweep_prints_json_a_plan_and_takes_options(trained: Path, capsys: Captu
     plain = json.loads(out)
     assert [(row["weights"], row["activations"]) for row in plain] == [(32, 32), (3, 32)]
     assert plain[0]["kl"] == 0.0
-    code, out, _ = run(capsys, "sweep", path, "--widths", "FP W3A32", "--json", "--per-channel", "--asymmetric")
+    words = ["--no-per-channel", "--no-asymmetric", "--helpers", "none"]
+    code, out, _ = run(capsys, "sweep", path, "--widths", "FP W3A32", "--json", *words)
     assert code == 0
     other = json.loads(out)
     assert other[0]["accuracy"] == plain[0]["accuracy"]

@@ -206,5 +206,6 @@ def test_tied_weights_with_helpers() -> None:
     assert len(net.weights) == 1
     biases = [m.master for m in net.modules() if isinstance(m, Bias)]
     assert len(biases) == 2
-    assert all(bias.mean is not None for bias in net.plan.biases)
+    # Behind a layer without normalization nobody knows the mean well enough.
+    assert [bias.mean is not None for bias in net.plan.biases] == [True, False]
     assert biases[0] is biases[1]

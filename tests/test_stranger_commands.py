@@ -101,6 +101,34 @@ def test_all_of_a_plain_network_is_quantized(tmp_path: Path) -> None:
     assert "from the network itself" in without
 
 
+def test_layers_that_keep_more_bits_are_named(tmp_path: Path) -> None:
+    plain, inputs = saved("ordinary", tmp_path), archive("ordinary", tmp_path)
+    said = call(adopt, plain, "--out", tmp_path / "m.onnx", "--calibrate", inputs).output
+    wide = [weight for weight in open_master(tmp_path / "m.onnx").plan.weights if weight.floor == 8]
+    assert wide
+    for weight in wide:
+        assert f"({weight.because}): " in said
+        assert weight.name in said
+    assert said.splitlines()[-2].startswith("these have ")
+    for flags in (("--sensitive", "same"), ("--preset", "paper")):
+        same = call(adopt, plain, "--out", tmp_path / "m.onnx", "--calibrate", inputs, *flags).output
+        assert "kept" not in same
+    assert all(weight.axis is None for weight in open_master(tmp_path / "m.onnx").plan.weights)
+
+
+def test_made_up_inputs_lie_where_pictures_would(tmp_path: Path) -> None:
+    """Bytes of 0 to 255 make values far larger than what lies between 0 and 1."""
+    net = Net(1)
+    net.head(net.node("Relu", net.conv(net.x(1, 3, 16, 16), 3, 6, bias=False)), 6)
+    onnx.save(net.model(), tmp_path / "plain.onnx")
+    highest = {}
+    for name in ("0-1", "0-255"):
+        call(adopt, tmp_path / "plain.onnx", "--out", tmp_path / "m.onnx", "--preprocess", name)
+        plan = open_master(tmp_path / "m.onnx").plan
+        highest[name] = max(a.ranges[0][1].high for a in plan.activations if a.ranges)
+    assert highest["0-255"] / highest["0-1"] == pytest.approx(255, rel=0.01)
+
+
 def table_and_layer() -> onnx.ModelProto:
     """A table of 100 x 8 numbers and a layer of 8 x 8."""
     net = Net(0)
@@ -179,7 +207,7 @@ def test_losses_are_those_of_the_outputs(tmp_path: Path, softmax: bool) -> None:
     onnx.save(model, tmp_path / "plain.onnx")
     rng = np.random.default_rng(0)
     feeds = [{"x": rng.normal(size=(1, 16)).astype(np.float32)} for _ in range(40)]
-    anybit.adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx", calibration=feeds[:8])
+    anybit.adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx", calibration=feeds[:8], sensitive="same")
     session = anybit.load(tmp_path / "m.onnx", threads=1)
     found = losses(session, [Bits(8, 8), Bits(2, 2)], feeds)
     assert list(found) == [Bits(), Bits(8, 8), Bits(2, 2)]

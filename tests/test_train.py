@@ -26,10 +26,10 @@ from anybit.models import build_model
 from anybit.spec import Bits
 from anybit.task.checkpoint import load_model, read_checkpoint
 from anybit.task.task import prepared
+from anybit.train.begin import make_optimizer
 from anybit.train.clock import Clock, time_running
-from anybit.train.loop import fit, make_optimizer, steps_of, train, validate
+from anybit.train.loop import fit, steps_of, train, validate
 from anybit.train.recipe import (
-    FLAGSHIP,
     DataRecipe,
     ModelRecipe,
     OptimizerRecipe,
@@ -477,7 +477,7 @@ def test_what_was_folded_can_be_written_back(name: str) -> None:
     model.eval()
     split = Split(x, torch.zeros(8, dtype=torch.long))
     data = Dataset("noise", split, split, split, tuple("0123456789"), (-3.0, 3.0))
-    net = prepared(model, data)
+    net = prepared(model, data, preset="paper")
     with torch.no_grad():
         before = model(x)
         unfold(net, model)  # nothing to do: the function stays
@@ -488,7 +488,7 @@ def test_what_was_folded_can_be_written_back(name: str) -> None:
         assert not torch.allclose(model(x), moved, rtol=1e-2, atol=1e-2)
         unfold(net, model)
         torch.testing.assert_close(model(x), moved, rtol=1e-4, atol=1e-4)
-        again = prepared(model, data)
+        again = prepared(model, data, preset="paper")
         assert again.plan == net.plan
         for name, weight in net.weights.items():
             torch.testing.assert_close(again.weights[name], weight, rtol=1e-5, atol=1e-6)
@@ -502,7 +502,7 @@ def test_a_bias_in_front_of_batch_norm_is_written_back_too() -> None:
     model.eval()
     split = Split(x, torch.zeros(8, dtype=torch.long))
     data = Dataset("noise", split, split, split, tuple("0123456789"), (-3.0, 3.0))
-    net = prepared(model, data)
+    net = prepared(model, data, preset="paper")
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -595,8 +595,8 @@ def test_the_command_trains_with_the_flagship_unless_told_otherwise(
             main(["train", str(path), "--out", str(tmp_path / name)])
         assert exit_code.value.code in (None, 0)
         said = capsys.readouterr().err
-        assert ("has no table [penalty]: training with weight = 0.0003" in said) is default
+        assert ("has no table [penalty]: training for any width" in said) is default
         run = json.loads((tmp_path / name / "run.json").read_text())
-        assert run["recipe"]["penalty"]["kurtosis"] == (FLAGSHIP.kurtosis if default else 0.0)
+        assert run["recipe"]["penalty"]["any_width"] is default
         lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         assert {line["penalized"] for line in lines} == {default}

@@ -11,7 +11,8 @@ import torch
 
 from anybit.data import Dataset, Split
 from anybit.models import MODELS, build_model
-from anybit.train.loop import fit, model_shape
+from anybit.train.begin import model_shape
+from anybit.train.loop import fit
 from anybit.train.recipe import FLAGSHIP, load_recipe
 from paper import cifar10
 from paper.tables import RECIPES

@@ -25,7 +25,8 @@ from anybit.pages.rows import GRID, RowFile, write_rows
 from anybit.spec import Bits, Row
 from anybit.task.checkpoint import load_model
 from anybit.task.task import prepared
-from anybit.train.loop import fit, model_shape, steps_of, train
+from anybit.train.begin import model_shape
+from anybit.train.loop import fit, steps_of, train
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
 from anybit.train.side_by_side import SideBySide, one_by_one
 

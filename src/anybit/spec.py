@@ -136,10 +136,6 @@ class QuantSpec:
             return -high, high
         return 0, 2**self.bits - 1
 
-    def with_bits(self, bits: int) -> QuantSpec:
-        """Return the same grid at another width."""
-        return dataclasses.replace(self, bits=bits)
-
 
 @dataclass(frozen=True)
 class Range:

@@ -18,6 +18,7 @@ from onnx import NodeProto, TensorProto, helper
 from anybit.artifact.coverage import coverage, table_rows
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import STORES, Header
+from anybit.artifact.inputs import inputs_of
 from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
@@ -85,7 +86,8 @@ def adopt(
     first: list[Feed] = []
     if calibration is not None:
         calibration = _remembered(calibration, first)
-    plan = plan_for(model, settings, calibration, input_range, where=str(path))
+    fed = {} if preprocessing is None else _fed_intervals(model, preprocessing)
+    plan = plan_for(model, settings, calibration, input_range, fed=fed, where=str(path))
     found = coverage(model, plan, first[0] if first else None, where=str(path))
     if not found.weights:
         raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan)}; nothing was written")
@@ -109,9 +111,10 @@ def plan_for(
     calibration: Iterable[Feed] | None,
     input_range: Interval | Mapping[str, Interval] | None,
     *,
+    fed: Mapping[str, Interval] | None = None,
     where: str,
 ) -> Plan:
-    """Return the plan of a model, which changes with folding and equalizing."""
+    """Return the plan of a model, which changes with folding and equalizing; `fed` is where made-up inputs lie."""
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
     built = build(graph, settings)
     apply_changes(model, graph, built)
@@ -123,7 +126,9 @@ def plan_for(
     else:
         watch = Calibration(plan, settings.method, made_up=True)
         with contextlib.suppress(DataError):  # nothing that was made up runs: what is unknown stays in floating point
-            plan = _calibrated(model, watch, None, ids=table_rows(model), interval=_intervals(plan), where=where)
+            plan = _calibrated(
+                model, watch, None, ids=table_rows(model), interval={**(fed or {}), **_intervals(plan)}, where=where
+            )
     return joined(plan, built.joined)
 
 
@@ -132,6 +137,15 @@ def _why_none(plan: Plan) -> str:
     if plan.left:
         return f"{plan.left[0].name} and {len(plan.left) - 1} more are operators that are not known here"
     return "convolutions, matrix products and recurrent cells with stored weights are"
+
+
+def _fed_intervals(model: OnnxModel, how: Preprocessing) -> dict[str, Interval]:
+    """Return where inputs lie that take pictures."""
+    found = {}
+    for value in inputs_of(model.graph):
+        with contextlib.suppress(DataError):  # one that takes no pictures
+            found[value.name] = value.settle(how).interval
+    return found
 
 
 def _intervals(plan: Plan) -> dict[str, Interval]:

@@ -22,7 +22,7 @@ from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.graph.from_onnx import attributes, read_onnx
 from anybit.graph.view import Graph, Node, origins
-from anybit.plan.points import Plan, Weight
+from anybit.plan.points import Plan
 from anybit.plan.sites import PRODUCTS
 from anybit.spec import FLOAT, NARROWEST
 
@@ -37,11 +37,13 @@ FEW = 0.5
 class Coverage:
     """Which part of a network's weights and multiplications is quantized; the latter is None where nothing ran.
 
-    `floating` has the reasons why the other weights are not, each with its part of the weights.
+    `wide` is the part of the multiplications in layers that never go to the narrowest width. `floating` has the reasons
+    why weights are not quantized, each with its part of the weights.
     """
 
     weights: float
     multiplications: float | None
+    wide: float | None = None
     floating: tuple[tuple[str, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,9 +78,12 @@ def coverage(model: OnnxModel, plan: Plan, feed: Mapping[str, Array] | None, *, 
     counts = _counted(model, nodes, feed, where=where)
     all_of_them = sum(counts.values())
     done = sum(count for node, count in counts.items() if _is_quantized(graph, node, plan))
+    floored = {weight.place for weight in plan.weights if weight.floor > NARROWEST}
+    wide = sum(count for node, count in counts.items() if floored & {*node.inputs, *node.weights})
     return Coverage(
         rounded / total if total else 0.0,
         done / all_of_them if all_of_them else None,
+        wide / all_of_them if all_of_them else None,
         tuple((reason, size / total) for reason, size in reasons.most_common()),
     )
 
@@ -181,11 +186,20 @@ def summary(plan: Plan, found: Coverage) -> list[str]:
     lines += [f"stays in floating point: {_percent(part)} of the weights, {why}" for why, part in found.floating[:4]]
     left = Counter(entry.reason for entry in plan.left)
     lines += [f"stays in floating point: {reason} ({count} times)" for reason, count in left.most_common(4)]
-    wide = [point for point in plan.weights if point.floor > NARROWEST]
-    for floor in sorted({point.floor for point in wide}):
+    return lines + _wide(plan, found.wide)
+
+
+def _wide(plan: Plan, share: float | None) -> list[str]:
+    """Say which layers keep more bits than the others, and why."""
+    wide = [weight for weight in plan.weights if weight.floor > NARROWEST]
+    lines = []
+    for floor, because in dict.fromkeys((weight.floor, weight.because) for weight in wide):
+        names = [weight.name for weight in wide if (weight.floor, weight.because) == (floor, because)]
         at = "in floating point" if floor == FLOAT else f"at {floor} bits or more"
-        lines.append(f"kept {at}: {_named([point for point in wide if point.floor == floor])}")
-    return lines
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        shown = ", ".join(printable(name, 50) for name in names[:3])
+        lines.append(f"kept {at}{f' ({because})' if because else ''}: {shown}{more}")
+    return lines + ([f"these have {_percent(share)} of the multiplications"] if wide and share is not None else [])
 
 
 def _ranges(plan: Plan) -> list[str]:
@@ -214,8 +228,3 @@ def _percent(share: float) -> str:
     if rounded in (0, 100) and share not in (0, 1):
         return "over 99%" if rounded else "under 1%"
     return f"{rounded}%"
-
-
-def _named(weights: Sequence[Weight], most: int = 6) -> str:
-    names = ", ".join(printable(weight.name, 50) for weight in weights[:most])
-    return names + (f" and {len(weights) - most} more" if len(weights) > most else "")

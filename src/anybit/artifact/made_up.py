@@ -119,7 +119,7 @@ def _feed(
     for value in inputs:
         kind, shape = TYPES[value.type], shapes[value.name]
         if np.issubdtype(kind, np.floating):
-            array = sound(shape, rng) if len(shape) < 4 and shape[-1] >= SAMPLES else picture(shape, rng)
+            array = sound(shape, rng) if 0 < len(shape) < 4 and shape[-1] >= SAMPLES else picture(shape, rng)
             low, high = interval.get(value.name, (-1.0, 1.0))
             array = low + (high - low) * array
         elif int(np.prod(shape)) <= 1:

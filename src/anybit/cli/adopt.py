@@ -95,9 +95,12 @@ def adopt(
     target = out or model.with_name(f"{model.stem}-anybit.onnx")
     if target.resolve() == model.resolve():
         raise SpecError(f"{target}: is the file that is read; name another one with --out")
-    how = preprocessing(
-        preprocess, labels, size=size, resize=resize, channels=channels, layout=layout, scale=scale, mean=mean, std=std
-    )
+    flags = {
+        "size": size, "resize": resize, "channels": channels, "layout": layout,
+        "scale": scale, "mean": mean, "std": std,
+    }  # fmt: skip
+    how = preprocessing(preprocess, labels, **flags)
+    said = any(flag is not None for flag in (preprocess, labels, *flags.values()))
     named = None if helpers is None else helpers.replace(",", " ").split()
     chosen: dict[str, Any] = {
         "preset": preset, "method": method, "sensitive": sensitive, "per_channel": per_channel, "helpers": named,
@@ -108,7 +111,7 @@ def adopt(
         if calibrate:
             found = read_feeds(calibrate, inputs_of(read_plain(model).graph), how, limit=limit)
             feeds = watched((feed for _, feed in found), start("inputs", limit))
-        plan = run(model, target, calibration=feeds, store=store, preprocessing=how, **settings)
+        plan = run(model, target, calibration=feeds, store=store, preprocessing=how if said else None, **settings)
     for line in summary(plan, Coverage(**open_master(target).header.about["quantized"])):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(f"{target}: {size_on_disk(target) / 1e6:.2f} MB", highlight=False, soft_wrap=True, markup=False)

@@ -130,15 +130,16 @@ class AnyWidth(FurtherPass):
     def state_dict(self) -> dict[str, float]:
         """Return what a resumed run needs, as plain numbers."""
         auto = {} if self.auto is None else self.auto.state_dict()
-        return {"steps": self._steps, "factor": self.factor, "usual": self._usual, "longest": self._longest, **auto}
+        own = {"steps": self._steps, "factor": self.factor, "usual": self._usual, "longest": self._longest}
+        return {**own, **auto, **self.live.state_dict()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` returned; ranges are made anew in the next step."""
+        """Go on from what `state_dict` returned."""
         self._steps, self.factor = int(state["steps"]), float(state["factor"])
         self._usual, self._longest = float(state["usual"]), float(state["longest"])
         if self.auto is not None and "strength" in state:
             self.auto.load_state_dict(state)
-        self.live.restart()
+        self.live.load_state_dict(state)
 
     def after(self, parts: Sequence[LossOf], step: Step, scaler: Scaler | None) -> dict[str, float]:
         """Run the quantized pass over what the loss's pass has seen, and add its gradient."""

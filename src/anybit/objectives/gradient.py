@@ -183,5 +183,6 @@ class GradientPenalty(Penalty):
         """
         if not (self.weight or self.activation):
             raise PenaltyError("nothing to check: both strengths are zero")
-        self._choice.look(closure)
-        return measure_agreement(self.request(), closure)
+        (loss,) = parts_of(closure)
+        self._choice.look(loss)
+        return measure_agreement(self.request(), loss)

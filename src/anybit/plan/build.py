@@ -15,7 +15,7 @@ from anybit.plan.clip import mse_from_histogram
 from anybit.plan.equalize import equalize
 from anybit.plan.fold import bias_name, fold
 from anybit.plan.moments import ESTIMATED, Moments, propagate
-from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS
+from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS, SIGNAL
 from anybit.plan.points import FLOORS, Activation, Bias, Left, Plan, Weight
 from anybit.plan.sites import Sites, find_sites, sensitive, signals
 from anybit.spec import FLOAT, NARROWEST, WIDEST, QuantSpec, Range
@@ -173,13 +173,15 @@ def _plain(graph: Graph, sites: Sites, layer: Node, settings: Settings, place: s
 
 def _helped(graph: Graph, plain: Weight, layer: Node, settings: Settings, moments: dict[str, Moments]) -> Weight:
     """Return a weight with those of the wanted helpers that lower the error of its layer's output."""
+    if layer.kind != "layer":  # what a cell's weights do to its output is not so simple
+        return plain
     ways = [plain]
     if "sums" in settings.helpers:
         ways += [replace(way, sums=True) for way in ways]
     if "clip" in settings.helpers:
         ways += [replace(way, clip=True) for way in ways]
-    if layer.kind != "layer" or len(ways) == 1:
-        return ways[-1]
+    if len(ways) == 1:
+        return plain
     spread = spread_of(input_of(graph, layer, moments))
     return min(ways, key=lambda how: relative_error(graph.constants[plain.name], how, layer, spread))
 
@@ -211,8 +213,11 @@ def _floors(graph: Graph, sites: Sites, settings: Settings) -> dict[str, tuple[i
         for place, nodes in (sites.weights | sites.activations).items()
         if all(node in layers for node in nodes)
     }
-    for value in signals(graph) & {*sites.activations, *sites.accumulators}:
-        floors[value] = (max(floor, WIDEST), "signal")
+    wide, near = (max(floor, WIDEST), SIGNAL), signals(graph)
+    floors |= dict.fromkeys(near & {*sites.activations, *sites.accumulators}, wide)
+    for node in graph.nodes:  # a cell adds up over time what rounding does to a signal
+        if node.kind == "recurrent" and node.inputs[0] in near:
+            floors |= {name: wide for name in sites.weights if node in sites.weights[name]}
     return floors
 
 
@@ -290,7 +295,7 @@ def with_inputs(plan: Plan, given: Interval | Mapping[str, Interval] | None) -> 
     )
     # Whoever names the range of a signal wants it rounded like a picture.
     points = (
-        replace(p, floor=FLOORS["input"], because="") if p.name in chosen and p.because == "signal" else p
+        replace(p, floor=FLOORS["input"], because="") if p.name in chosen and p.because == SIGNAL else p
         for p in asked.points
     )
     return replace(asked, points=tuple(points))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from anybit.errors import DataError, SpecError
 from anybit.plan.clip import mse_from_histogram, percentile_from_histogram
+from anybit.plan.grid import make_grid
 from anybit.plan.moments import ESTIMATED
 from anybit.plan.points import Activation, Plan
 from anybit.spec import FLOAT, NARROWEST, QuantSpec, Range
@@ -22,7 +23,9 @@ PERCENTILE = 99.99
 """How much of a tensor the percentile method covers, by default."""
 
 CLIPPED_WIDTHS = tuple(range(NARROWEST, 8))
-"""Widths for which clipping can be worth it; wider grids cover all values."""
+"""Widths for which clipping is worth it; wider grids cover all values."""
+RARE = 0.5
+"""At 8 bits values are clipped only if that leaves so much of the squared error: what is rare may be what counts."""
 
 
 class Observer(ABC):
@@ -112,7 +115,7 @@ class Percentile(Histogram):
 
 
 class MeanSquare(Histogram):
-    """For each width the interval with the smallest squared error; from 8 bits on everything seen."""
+    """For each width the interval with the smallest squared error; from 8 bits on everything but outliers."""
 
     name = "mse"
 
@@ -124,13 +127,35 @@ class MeanSquare(Histogram):
         source = f"calibration, {self.name}"
         for bits in CLIPPED_WIDTHS:
             grid = QuantSpec(bits, point.symmetric, signed=self.low < 0)
-            low, high = mse_from_histogram(self.counts, self.edges, grid)
-            ranges[bits] = Range(max(float(low), self.low), min(float(high), self.high), source)
+            ranges[bits] = self._best(grid, source)
+        eight = QuantSpec(8, point.symmetric, signed=self.low < 0)
+        clipped, whole = self._best(eight, source), ranges[FLOAT]
+        if self._error(clipped, eight) < RARE * self._error(whole, eight):
+            ranges[8] = clipped
         return ranges
+
+    def _best(self, grid: QuantSpec, source: str) -> Range:
+        low, high = mse_from_histogram(self.counts, self.edges, grid)
+        return Range(max(float(low), self.low), min(float(high), self.high), source)
+
+    def _error(self, covered: Range, grid: QuantSpec) -> float:
+        """Return the squared error of a grid over an interval: what is cut off, and even rounding of the rest."""
+        centres = (self.edges[:-1] + self.edges[1:]) / 2
+        cut = centres - np.clip(centres, covered.low, covered.high)
+        step = float(make_grid(np.float64(covered.low), np.float64(covered.high), grid).scale)
+        return float((self.counts * cut**2).sum() + self.counts.sum() * step**2 / 12)
 
 
 OBSERVERS: dict[str, type[Observer]] = {"min-max": MinMax, "percentile": Percentile, "mse": MeanSquare}
 """The ways to set a range from data: add one here."""
+
+
+SIGNAL = "signal"
+"""Why a value keeps many bits: it is the input of a network for sound or other measurements, or close to it."""
+
+
+def _given(point: Activation) -> bool:
+    return bool(point.ranges) and point.ranges[0][1].source == "given by the user"
 
 
 class Calibration:
@@ -146,10 +171,7 @@ class Calibration:
         if method not in OBSERVERS:
             raise SpecError(f"a calibration method is one of {', '.join(OBSERVERS)}; got {method!r}")
         self.made_up, self.source = made_up, source
-        given = "given by the user"
-        wanted = [
-            a for a in plan.activations if not (a.kind == "input" and a.ranges and a.ranges[0][1].source == given)
-        ]
+        wanted = [a for a in plan.activations if a.kind != "input" or not (_given(a) or a.because == SIGNAL)]
         wanted = [a for a in wanted if only is None or a.name in only]
         self.plan, self.points = plan, wanted
         self.observers = {a.name: OBSERVERS[method]() for a in wanted}

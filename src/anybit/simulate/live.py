@@ -9,7 +9,7 @@ the very functions that `prepare` uses. Right after that the live network is wha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,7 +84,9 @@ class Live:
                 "live networks know the helpers equalize and clip; drop bias and sums, which need no training"
             )
         self.model, self.every, self._input_range = model, every, input_range
-        self.body = capture(model, example)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        with torch.autocast(device.type, enabled=False):  # which formats it computes in is decided when it runs
+            self.body = capture(model, example)
         self._takes = signature(self.body, *call_arguments(example))
         self._example = call_arguments(example)
         self._view = read_torch(self.body)
@@ -170,9 +172,32 @@ class Live:
         self._passes += 1
         return self._passes % self.every == 1 or self.every == 1
 
-    def restart(self) -> None:
-        """Make ranges anew in front of the next pass."""
-        self._passes = 0
+    def state_dict(self) -> dict[str, float]:
+        """Return the ranges in use and when they were made, as plain numbers."""
+        found: dict[str, float] = {"passes": self._passes}
+        for key, value in self._ranges():
+            found |= {f"{key} low": value.low, f"{key} high": value.high}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with the ranges that `state_dict` returned; factors of equalization are those of the model as it is."""
+        self._passes = int(state["passes"])
+        own: list[dict[str, dict[int, Range]]] = [{} for _ in self.variants]
+        for key in [key for key in state if key.endswith(" low")]:
+            number, bits, name = key.removesuffix(" low").split(" ", 2)
+            low, high = float(state[key]), float(state[f"{key.removesuffix(' low')} high"])
+            own[int(number)].setdefault(name, {})[int(bits)] = Range(low, high, "training")
+        for variant, ranges in zip(self.variants, own, strict=True):
+            unknown = set(_unranged(variant.plan)) | variant.observed.keys()
+            found = {name: tuple(by.items()) for name, by in ranges.items()}
+            variant.observed = {name: by for name, by in found.items() if name in unknown}
+            variant.plan = variant.plan.with_ranges(found)
+
+    def _ranges(self) -> Iterator[tuple[str, Range]]:
+        """Yield every range in use, by variant, width and point."""
+        for number, variant in enumerate(self.variants):
+            for point in variant.plan.activations:
+                yield from ((f"{number} {bits} {point.name}", value) for bits, value in point.ranges)
 
     @torch.no_grad()
     def look(self, *args: Any, **kwargs: Any) -> None:
@@ -182,7 +207,8 @@ class Live:
         for number, variant in enumerate(self.variants):
             self.set_width(Bits(), number)
             plan = variant.plan.with_ranges(dict.fromkeys(variant.observed, ()))
-            watch = Calibration(plan, variant.settings.method, only=_unranged(plan), source="training data")
+            unknown = set(_unranged(plan))
+            watch = Calibration(Plan(tuple(a for a in plan.activations if a.name in unknown)), variant.settings.method)
             for name in watch.observers:
                 self._parts[name].calibration = watch
             try:
@@ -190,7 +216,7 @@ class Live:
             finally:
                 for name in watch.observers:
                     self._parts[name].calibration = None
-            new = {a.name: a.ranges for a in watch.done().activations if a.name in watch.observers}
+            new = {a.name: a.ranges for a in watch.done().activations}
             old = variant.observed
             variant.observed = {n: _blended(old[n], r) if n in old else r for n, r in new.items()}
             variant.plan = self._with_observed(replace(variant, plan=plan))

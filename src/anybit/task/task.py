@@ -109,6 +109,12 @@ def in_order(part: Any, batch: int = BATCH) -> Iterable[Any]:
     return part.loader if isinstance(part, Given) else Batches(part.channels_last(), batch)
 
 
+def example_of(model: nn.Module, data: Dataset, device: torch.device | None = None) -> Any:
+    """Return what a model is called with: two examples of a data set."""
+    inputs = Takes.of(model).split(data.example).inputs
+    return pytree.tree_map_only(Tensor, lambda t: (t[:2] if t.dim() else t).to(device), inputs)
+
+
 def prepared(
     model: nn.Module, data: Dataset, *, calibration: Iterable[Any] | None = None, **settings: Any
 ) -> QuantizedNetwork:

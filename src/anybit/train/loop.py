@@ -15,35 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from anybit.data import Batches, Dataset, Given, Split
+from anybit.data import Batches, Dataset, Given
 from anybit.errors import NonFiniteError, SpecError
 from anybit.evaluate.batches import Batch, Takes
 from anybit.evaluate.sweep import measure, sweep
-from anybit.models import build_model
-from anybit.objectives.base import Penalty, Sum
+from anybit.objectives.base import Penalty
 from anybit.objectives.gradient import GradientPenalty
-from anybit.objectives.kurtosis import KurtosisPenalty
-from anybit.objectives.noise import UniformNoise
-from anybit.objectives.orthogonal import OrthogonalPenalty
 from anybit.objectives.schedule import last_epochs
 from anybit.simulate.capture import evaluating
 from anybit.spec import Bits
-from anybit.task.checkpoint import check_room, digest_of, load_weights, read_weights, save_checkpoint
-from anybit.task.networks import make_network
-from anybit.task.task import in_order, pick_metric, prepared
+from anybit.task.checkpoint import digest_of, load_weights, save_checkpoint
+from anybit.task.task import example_of, in_order, pick_metric, prepared
+from anybit.train.begin import make_optimizer, make_penalty, start
 from anybit.train.board import Log, on_board
 from anybit.train.clock import Clock, EpochTime
+from anybit.train.keeper import EVERY, Keeper, Stop
 from anybit.train.losses import has_batch_norm, loss_by_name, losses
 from anybit.train.place import Place, placed
-from anybit.train.recipe import OptimizerRecipe, PenaltyRecipe, Recipe
+from anybit.train.recipe import PenaltyRecipe, Recipe
 from anybit.train.resume import (
-    EVERY,
-    Keeper,
     Moving,
     Position,
     Saved,
     Say,
-    Stop,
     conditions,
     differences,
     finished,
@@ -57,52 +51,6 @@ from anybit.train.straight import DrawnWidth, unfold
 
 Progress = Callable[[int], None]
 """Called with the number of steps done since the last call."""
-
-
-def model_shape(recipe: Recipe, data: Dataset) -> dict[str, Any]:
-    """Return what a checkpoint of one of our networks must say so that it can be built again."""
-    classes = len(data.classes) or data.count_classes()
-    sizes = {"channels": data.shape[0], "classes": classes, "multiplier": recipe.model.multiplier}
-    return {"name": recipe.model.name, **sizes}
-
-
-def make_optimizer(recipe: OptimizerRecipe, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that a recipe names."""
-    if recipe.name != "sgd":
-        kind = torch.optim.Adam if recipe.name == "adam" else torch.optim.AdamW
-        return kind(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
-    return torch.optim.SGD(
-        model.parameters(),
-        lr=recipe.lr,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        nesterov=recipe.momentum > 0,
-    )
-
-
-def make_penalty(recipe: PenaltyRecipe, model: nn.Module, *, measure: bool = True) -> Penalty:
-    """Return the penalties that a recipe asks for, as one; without strengths it only measures the norms, if wanted."""
-    parts: list[Penalty] = []
-    if measure or recipe.gradient:
-        parts.append(
-            GradientPenalty(
-                model,
-                norm=recipe.norm,
-                weight=recipe.weight,
-                activation=recipe.activation,
-                engine=recipe.engine,
-                objective=recipe.objective,
-                scale=recipe.scale,
-                every=recipe.every,
-            )
-        )
-    if recipe.orthogonal:
-        parts.append(OrthogonalPenalty(model, strength=recipe.orthogonal))
-    if recipe.kurtosis:
-        parts.append(KurtosisPenalty(model, strength=recipe.kurtosis))
-    if recipe.noise:
-        parts.append(UniformNoise(model, strength=recipe.noise))
-    return parts[0] if len(parts) == 1 else Sum(parts)
 
 
 def steps_of(recipe: Recipe, data: Dataset) -> int:
@@ -138,7 +86,8 @@ def fit(
     )
     network = (folded or model).to(memory_format=_layout(recipe))  # type: ignore[call-overload]
     network = place.joined(_compiled(network, place) if recipe.speed.compile else network)
-    make = functools.partial(make_penalty, model=network, measure=not recipe.speed.compile)
+    example = example_of(model, data, place.device)
+    make = functools.partial(make_penalty, model=network, measure=not recipe.speed.compile, example=example)
     penalized = DrawnWidth(folded, recipe.quantize.pairs) if folded else make(recipe.penalty)
     plain = make(PenaltyRecipe(norm=recipe.penalty.norm))
     optimizer = make_optimizer(recipe.optimizer, network)
@@ -314,24 +263,6 @@ def train(
     return model, results
 
 
-def start(recipe: Recipe, data: Dataset) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the network that a run starts from, and what a checkpoint must say about it."""
-    torch.manual_seed(recipe.seed)
-    if recipe.model.factory is None:
-        if len(data.shape) != 3:
-            raise SpecError(f"the models here take images (channels, height, width); the data has {data.shape}")
-        shape = model_shape(recipe, data)
-        check_room(shape)
-        model = build_model(**shape)
-    else:
-        tensors = None if recipe.init is None else read_weights(recipe.init)[0]
-        model, shape = make_network(recipe.model.factory, tensors=tensors, classes=data.count_classes)
-    if recipe.init is not None:
-        load_weights(recipe.init, model)
-    _check_fit(model, recipe, data)
-    return model, shape
-
-
 def _resumed(path: Path, here: Callable[[], dict[str, Any]], place: Place, say: Say) -> Saved | None:
     """Return the state to go on from, and say what that means."""
     saved = read_state(path, here)
@@ -367,21 +298,6 @@ def validate(model: nn.Module, recipe: Recipe, data: Dataset, *, place: Place | 
         rows = sweep(net, batches, widths=recipe.quantize.pairs, metric=metric)
         results["validation_accuracy_at_widths"] = statistics.fmean(row.accuracy for row in rows)
     return results
-
-
-@torch.no_grad()
-def _check_fit(model: nn.Module, recipe: Recipe, data: Dataset) -> None:
-    """Refuse before the first step what would fail in the middle of a run."""
-    batch = Takes.of(model).split(data.example)
-    try:
-        with evaluating(model):
-            model(*batch.args, **batch.kwargs)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise SpecError(f"{recipe.model.word} cannot take inputs of shape {data.shape}: {reason}") from error
-    single = recipe.data.batch == 1 and isinstance(data.train, Split)
-    if single and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
-        raise SpecError("data.batch = 1 gives batches of one example: batch norm needs two; change it")
 
 
 def _check_shares(recipe: Recipe, data: Dataset, place: Place) -> None:

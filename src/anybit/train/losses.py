@@ -70,11 +70,14 @@ def losses(
         least: Examples that a part must have.
     """
 
-    def mean(part: Batch) -> Tensor:
+    def mean(part: Batch) -> Tensor | tuple[Tensor, Any]:
         device = next(leaf for leaf in pytree.tree_leaves(vars(part)) if isinstance(leaf, Tensor)).device.type
         with torch.autocast(device, torch.bfloat16, enabled=mixed):
-            found = loss(model(*part.args, **part.kwargs), part.targets)
-        return found if len(part) == usual else found * (len(part) / usual)
+            outputs = model(*part.args, **part.kwargs)
+            found = loss(outputs, part.targets)
+        found = found if len(part) == usual else found * (len(part) / usual)
+        # A quantized pass learns from scores of classes; of other outputs only the loss knows what they mean.
+        return (found, plain(outputs)) if loss is cross_entropy else found
 
     count = min(parts, max(1, len(batch) // least))
     cut = [batch] if count == 1 else [_part(batch, i, count) for i in range(count)]

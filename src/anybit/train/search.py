@@ -28,7 +28,8 @@ from torch import nn
 from anybit.data import Dataset
 from anybit.errors import NonFiniteError, SpecError
 from anybit.task.checkpoint import digest_of
-from anybit.train.loop import fit, start, validate
+from anybit.train.begin import start
+from anybit.train.loop import fit, validate
 from anybit.train.place import here
 from anybit.train.recipe import Recipe
 from anybit.train.resume import Say, unsaid
