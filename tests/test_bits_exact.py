@@ -190,7 +190,7 @@ def test_the_table_has_one_set_of_numbers_where_widths_are_fitted_to_data(
 ) -> None:
     torch.manual_seed(0)
     data = case.inputs(8)
-    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(data, None)], **way)
+    net = anybit.prepare(case.build().eval(), case.inputs(2), calibration=[(data, None)], sensitive="same", **way)
     fitted = [(4, 4), (3, 8), (8, 8), (2, 2)]
     anybit.reconstruct(net, [data], fitted)
     assert any(own.ranks for weight in net.plan.weights for own in weight.rounded)

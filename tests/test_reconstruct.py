@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,19 @@ def prepared(model: nn.Module, data: Tensor, **options: Any) -> Any:
     ways = {"method": "mse", "symmetric": False, "per_channel": True, "sensitive": "same", "helpers": ()}
     options = ways | options
     return anybit.prepare(model, data[:2], calibration=[data[:64]], **options)
+
+
+@pytest.fixture(scope="module")
+def fitted_once(model: nn.Module, data: Tensor) -> Any:
+    net = prepared(model, data)
+    anybit.reconstruct(net, [data[:64]], [(3, 8)])
+    return net
+
+
+@pytest.fixture
+def fitted(fitted_once: Any) -> Any:
+    """A network whose W3A8 is fitted, for one test."""
+    return copy.deepcopy(fitted_once)
 
 
 # Rows
@@ -250,11 +264,8 @@ def test_a_master_is_fitted_without_its_network(model: nn.Module, data: Tensor, 
 
 
 @pytest.mark.parametrize("store", ["fp16", "int8"])
-def test_weights_stored_in_fewer_bits_keep_the_codes(
-    model: nn.Module, data: Tensor, store: str, tmp_path: Path
-) -> None:
-    net = prepared(model, data)
-    anybit.reconstruct(net, [data[:64]], [(3, 8)])
+def test_weights_stored_in_fewer_bits_keep_the_codes(fitted: Any, store: str, tmp_path: Path) -> None:
+    net = fitted
     anybit.save(net, tmp_path / "net.onnx", store=store)
     net.set_bits(weights=3, activations=8)
     master = open_master(tmp_path / "net.onnx")
@@ -263,18 +274,17 @@ def test_weights_stored_in_fewer_bits_keep_the_codes(
         assert np.array_equal(net.numbers().codes(name).values, others.codes(name).values), name
 
 
-def test_weights_that_change_are_rounded_to_nearest_again(model: nn.Module, data: Tensor) -> None:
-    net = prepared(model, data)
-    anybit.reconstruct(net, [data[:64]], [(3, 8)])
+def test_weights_that_change_are_rounded_to_nearest_again(fitted: Any, data: Tensor) -> None:
+    net = fitted
     net.set_bits(weights=3, activations=8)
     name = "wide.weight"
-    fitted = net.numbers().codes(name).values
+    before = net.numbers().codes(name).values
     with torch.no_grad():
         net.weights[name].mul_(1.0625)
     plain = encode(net.weights[name].detach().numpy(), replace(net.plan.weight(name), rounded=()), 3)
     net(data[:2])
     assert np.array_equal(net.numbers().codes(name).values, plain.values)
-    assert not np.array_equal(plain.values, fitted)
+    assert not np.array_equal(plain.values, before)
 
 
 def test_bad_requests_are_refused_and_change_nothing(model: nn.Module, data: Tensor, tmp_path: Path) -> None:
@@ -312,9 +322,8 @@ def spoiled(own: Rounded, kind: str) -> Rounded:
 
 
 @pytest.mark.parametrize("kind", ["scales", "negative", "nan", "zero", "half", "ranks", "shift"])
-def test_a_file_whose_extras_do_not_fit_is_refused(model: nn.Module, data: Tensor, kind: str, tmp_path: Path) -> None:
-    net = prepared(model, data)
-    anybit.reconstruct(net, [data[:64]], [(3, 8)])
+def test_a_file_whose_extras_do_not_fit_is_refused(fitted: Any, kind: str, tmp_path: Path) -> None:
+    net = fitted
     if kind == "shift":
         biases = (replace(net.plan.biases[0], shifts=(Shift(3, 8, b"\0" * 8),)), *net.plan.biases[1:])
         net.plan = replace(net.plan, biases=biases)
