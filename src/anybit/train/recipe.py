@@ -145,7 +145,7 @@ class PenaltyRecipe:
 
 
 FLAGSHIP = PenaltyRecipe(any_width=True)
-"""What `anybit train` does for a recipe that says nothing about penalties; docs/trainer.md says what it gains.
+"""What `anybit train` does for a recipe that says nothing about penalties; see docs/trainer.md.
 
 The paper's own penalty is `weight = 3e-4` and `activation = 3e-4` in `[penalty]`, the strengths that `anybit search`
 found for VGG-like on CIFAR-10 (results/search-laptop.json).
