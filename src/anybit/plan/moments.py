@@ -83,7 +83,8 @@ def curve_of(x: Moments) -> Curve:
     # A constant channel has no width: every grid point is the same value, and so is every weight.
     density = np.where(x.high > x.low, density, 1.0)
     density = np.where(np.isnan(x.mean), x.mean, density)
-    return Curve(object(), grid, density / density.sum(0))
+    with np.errstate(invalid="ignore"):  # a needle in its interval falls between the points, and is nowhere
+        return Curve(object(), grid, density / density.sum(0))
 
 
 def _from_curve(curve: Curve, source: str, axis: int | None) -> Moments:
