@@ -22,7 +22,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from anybit.errors import NonFiniteError, PenaltyError, SpecError
-from anybit.objectives.base import FurtherPass, LossOf, Scaler, Step, check_loss, eagerly, read_numbers, split
+from anybit.objectives.base import FurtherPass, Scaler, Step, check_loss, eagerly, read_numbers
+from anybit.objectives.closures import LossOf, split
 from anybit.objectives.processes import several, synced
 from anybit.objectives.restore import add_gradients, buffers_kept, random_state, set_random_state
 from anybit.objectives.strength import FAR, Auto, Strength, checked

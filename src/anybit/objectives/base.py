@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anybit.errors import NonFiniteError, PenaltyError
+from anybit.objectives.closures import Closure as Closure
+from anybit.objectives.closures import LossOf
 from anybit.objectives.processes import averaged
-from anybit.objectives.restore import add_gradients, gradients_set_aside, random_state
-
-Closure = Callable[[], Any]
-"""Runs the forward pass and returns the loss, a scalar with a graph behind it, or `(loss, outputs)`."""
+from anybit.objectives.restore import add_gradients, gradients_set_aside
 
 Closures = Closure | Sequence[Closure]
 """One closure for a whole batch, or one for each part of it, whose losses add up to that of the batch."""
@@ -200,38 +199,6 @@ def parts_of(closure: Closures, *, watched: bool = False) -> list[Any]:
     if not parts or not all(callable(part) for part in parts):
         raise PenaltyError("backward takes a function that returns the loss, or a list of such functions")
     return [part if isinstance(part, LossOf | Under) else LossOf(part, watched=watched) for part in parts]
-
-
-class LossOf:
-    """A closure that returns the loss alone; if it is `watched`, its outputs and where random numbers began are kept.
-
-    Only the first run with gradients counts: later ones may be on shifted weights.
-    """
-
-    def __init__(self, closure: Closure, *, watched: bool = False) -> None:
-        self.closure, self.watched = closure, watched
-        self.outputs: Any = None
-        self.start: tuple[Tensor, list[Tensor]] | None = None
-
-    def __call__(self) -> Tensor:
-        """Run the closure."""
-        first = self.watched and self.start is None and torch.is_grad_enabled()
-        if first:
-            self.start = random_state()
-        loss, outputs = split(self.closure())
-        if first and outputs is not None:
-            self.outputs = torch.utils._pytree.tree_map_only(Tensor, torch.Tensor.detach, outputs)
-        found: Tensor = loss
-        return found
-
-
-def split(value: Any) -> tuple[Any, Any]:
-    """Return the loss that a closure gave, and the outputs or nothing.
-
-    >>> split(1.5), split((1.5, 2))
-    ((1.5, None), (1.5, 2))
-    """
-    return value if isinstance(value, tuple) and len(value) == 2 else (value, None)
 
 
 class Under:
