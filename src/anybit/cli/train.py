@@ -117,8 +117,8 @@ def _train(
         raise FileError(f"{folder}: holds a finished run; choose another folder with --out, or say --overwrite")
     if plan.penalty is FLAGSHIP:
         errors.print(
-            f"{recipe} has no table [penalty]: training for any width, in about twice the time of plain training; an "
-            "empty [penalty] trains without",
+            f"{recipe} has no table [penalty]: training with weight = {FLAGSHIP.weight:g}, activation = "
+            f"{FLAGSHIP.activation:g}, kurtosis = {FLAGSHIP.kurtosis:g}; an empty [penalty] trains without",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     try:
