@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import doctest
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -508,8 +510,11 @@ class Reader:
         return values.reshape([-1 if d == entry["axis"] else 1 for d in range(ndim)]) if "axis" in entry else values
 
     def grid(self, entry: dict[str, Any], weight: Array, bits: int) -> Scale:
-        assert "rounded" not in entry, "this reader knows no widths that were fitted to data"
         bits = self.width(entry, bits)
+        if (own := self.fitted(entry, weight, bits)) is not None and own[0]:
+            scale, zero = (self.along(entry, np.frombuffer(part, "<f4"), weight.ndim) for part in own[:2])
+            whole = grid_of(np.float32(-1), np.float32(1), bits, symmetric=entry.get("symmetric", True), signed=True)
+            return dataclasses.replace(whole, scale=scale, zero=zero)
         others = tuple(d for d in range(weight.ndim) if d != entry.get("axis"))
         keep = "axis" in entry
         low, high = (f(weight, axis=others, keepdims=keep) for f in (np.min, np.max))
@@ -523,7 +528,21 @@ class Reader:
         most = own.max() if own.max() > 0 else np.float32(1)
         return dataclasses.replace(grid, scale=np.maximum(own, np.float32(2.0**-16) * most))
 
-    def codes(self, entry: dict[str, Any], weight: Array, grid: Scale) -> Array:
+    @staticmethod
+    def fitted(entry: dict[str, Any], weight: Array, bits: int) -> list[bytes] | None:
+        """Scale, zero and ranks of a width that was fitted to data, if the weight is still the one that it was."""
+        mark = zlib.crc32(np.ascontiguousarray(weight, "<f4").tobytes())
+        found = [own for own in entry.get("rounded", []) if own[0] == bits and own[1] == mark]
+        return [base64.b64decode(part) for part in found[0][2:]] if found else None
+
+    def codes(self, entry: dict[str, Any], weight: Array, grid: Scale, bits: int) -> Array:
+        if (own := self.fitted(entry, weight, self.width(entry, bits))) is not None and own[2]:
+            planes = np.frombuffer(zlib.decompress(own[2]), np.uint8).reshape(-1, -(-weight.size // 8))
+            flags = np.unpackbits(planes, axis=1)[:, : weight.size].astype(int)
+            rank = (flags << np.arange(len(flags))[:, None]).sum(0).reshape(weight.shape)
+            near = grid.codes(weight)
+            side = np.where(weight / grid.scale + grid.zero >= near, 1, -1)
+            return np.clip(near + side * np.where(rank % 2, (rank + 1) // 2, -(rank // 2)), grid.lowest, grid.highest)
         if entry.get("sums"):
             return keeping_sums(weight, grid, entry.get("channels", 0), entry.get("groups", 1))
         return grid.codes(weight)
@@ -534,11 +553,16 @@ class Reader:
         low, high = ranges.get(bits, ranges.get(32, (0, 0)))
         return grid_of(low, high, bits, symmetric=entry.get("symmetric", True), signed=low < 0)
 
-    def bias(self, entry: dict[str, Any], error: Array) -> Array:
+    def bias(self, entry: dict[str, Any], error: Array, bits: int, of_input: int) -> Array:
         bias = self.held[entry.get("tensor", entry["name"])]
+        (weight,) = [point for point in self.weights if point["name"] == entry["weight"]]
+        bits = self.width(weight, bits)
+        if self.fitted(weight, self.weight(weight), bits) is not None:
+            shifts = [(abs(own[1] - of_input), -own[1], own[2]) for own in entry.get("shifts", []) if own[0] == bits]
+            if shifts:
+                return bias + np.frombuffer(base64.b64decode(min(shifts)[2]), "<f4")
         if "mean" not in entry:
             return bias
-        (weight,) = [point for point in self.weights if point["name"] == entry["weight"]]
         mean, groups = np.array(entry["mean"], np.float32), weight.get("groups", 1)
         outputs = len(bias) // groups
         shift = np.empty_like(bias)
@@ -603,9 +627,27 @@ def test_a_reader_written_from_the_page_gets_the_same_codes(
         compare(Reader(master), out, bits)
 
 
+@pytest.mark.parametrize("preset", ["default", "paper"])
+def test_the_reader_knows_widths_that_were_fitted_to_data(preset: str, tmp_path: Path) -> None:
+    net = anybit.prepare(small_network(), torch.zeros(2, 1, 6, 6), input_range=(-1, 1), preset=preset)
+    inputs = torch.rand(32, 1, 6, 6, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    anybit.reconstruct(net, [inputs], widths=[(4, 8), (4, 4)])
+    master = tmp_path / "master.onnx"
+    anybit.save(net, master)
+    reader = Reader(master)
+    assert any(own[4] for entry in reader.weights for own in entry.get("rounded", []))
+    assert any(entry.get("shifts") for entry in reader.biases)
+    for bits in (4, 5):
+        anybit.export(master, tmp_path / "out.onnx", weights=bits, activations=8)
+        model = onnx.load(tmp_path / "out.onnx")
+        out = {t.name: numpy_helper.to_array(t).astype(np.float64) for t in model.graph.initializer}
+        compare(reader, out, bits)
+
+
 def compare(reader: Reader, out: dict[str, Array], bits: int) -> None:
     """Compare what the reader makes of a master with the tensors of an exported file."""
     grids: dict[str, Scale] = {}
+    widths: dict[str, int] = {}
     errors: dict[str, Array] = {}
     for entry in reader.weights:
         name, weight = entry.get("tensor", entry["name"]), reader.weight(entry)
@@ -615,13 +657,13 @@ def compare(reader: Reader, out: dict[str, Array], bits: int) -> None:
             np.testing.assert_allclose(grid.scale, stored, rtol=1e-5)
             grid = dataclasses.replace(grid, scale=stored)
         np.testing.assert_array_equal(grid.scale, stored)
-        codes = reader.codes(entry, weight, grid)
+        codes = reader.codes(entry, weight, grid, bits)
         zero = reader.along(entry, out[f"{name}.zero"], weight.ndim)
         np.testing.assert_array_equal(out[f"{name}.codes"] - zero, codes - grid.zero)
         grids[entry["name"]], errors[entry["name"]] = grid, grid.values(codes) - weight
     for entry in reader.activations:
         value, grid = entry.get("value", entry["name"]), reader.activation(entry, 8)
-        grids[entry["name"]] = grid
+        grids[entry["name"]], widths[entry["name"]] = grid, reader.width(entry, 8)
         offset = 128 if grid.lowest < 0 else 0
         assert out[f"{value}.scale"] == grid.scale
         assert out[f"{value}.zero"] == grid.zero + offset
@@ -630,7 +672,8 @@ def compare(reader: Reader, out: dict[str, Array], bits: int) -> None:
     assert len(reader.biases) == len(reader.weights)
     for entry in reader.biases:
         tensor = entry.get("tensor", entry["name"])
-        bias, scale = reader.bias(entry, errors[entry["weight"]]), grids[entry["weight"]].scale.ravel()
+        bias = reader.bias(entry, errors[entry["weight"]], bits, widths[entry["input"]])
+        scale = grids[entry["weight"]].scale.ravel()
         unit = grids[entry["input"]].scale * np.tile(scale, len(bias) // scale.size)
         codes = np.rint(bias / unit)
         if np.abs(codes).max() > 2**30:
