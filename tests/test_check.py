@@ -104,7 +104,7 @@ def test_nothing_is_said_about_what_is_not_finite(tmp_path: Path, capsys: pytest
         main(["run", str(path), "--input", str(tmp_path / "a.npy"), "--policy", "fixed", "--bits", "FP"])
     out, err = capsys.readouterr()
     assert (stop.value.code, out) == (2, "")
-    assert "the network says nothing finite about it" in err
+    assert "at FP the output 'y' is not finite; try a wider width or another input" in err
 
 
 def test_the_checks_take_plain_values() -> None:

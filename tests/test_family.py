@@ -111,7 +111,7 @@ def test_a_sum_is_the_sum_of_its_parts() -> None:
 
 def test_bad_settings() -> None:
     model = Net()
-    with pytest.raises(SpecError, match="strength must be zero or more"):
+    with pytest.raises(SpecError, match="strength is a strength of zero or more"):
         KurtosisPenalty(model, strength=-1.0)
     with pytest.raises(SpecError, match="form must be one of"):
         OrthogonalPenalty(model, strength=1.0, form="cube")  # type: ignore[arg-type]

@@ -333,7 +333,7 @@ def test_strength_zero_measures_and_changes_nothing() -> None:
         ({"engine": "triple"}, "engine must be one of"),
         ({"objective": "best"}, "objective must be one of"),
         ({"scale": "max"}, "scale must be one of"),
-        ({"weight": -1.0}, "weight is a strength of zero or more, got -1.0"),
+        ({"weight": -1.0}, "weight is a strength of zero or more, or 'auto'; got -1.0"),
         ({"activation": math.nan}, "activation is a strength of zero or more"),
         ({"every": 0}, "every is a whole number of steps"),
         ({"objective": "worst-case", "engine": "double-backward"}, "drop engine='double-backward'"),

@@ -90,6 +90,15 @@ def test_what_is_never_negative_keeps_the_grid_without_negative_codes() -> None:
 
 
 @pytest.mark.parametrize("method", OBSERVERS)
+@pytest.mark.parametrize("value", [1.0, -1.0, 0.3, 1e-30, 3e30])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_values_that_are_all_alike(method: str, value: float, symmetric: bool) -> None:
+    for low, high in observed(method, [torch.full((3, 7), value)], symmetric=symmetric).values():
+        assert low == pytest.approx(value, rel=0.02)
+        assert high == pytest.approx(value, rel=0.02)
+
+
+@pytest.mark.parametrize("method", OBSERVERS)
 def test_a_tensor_of_zeros_and_a_loader_without_batches(method: str) -> None:
     assert observed(method, [torch.zeros(10)])[FLOAT] == (0.0, 0.0)
     with pytest.raises(DataError, match="saw no data"):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_train import TINY, digits, straight
 from torch import Tensor, nn
 
-from anybit.errors import RecipeError, SpecError
+from anybit.errors import RecipeError
 from anybit.models import build_model
 from anybit.train.loop import fit, train
 from anybit.train.place import placed
@@ -146,10 +146,12 @@ def test_straight_through_training_runs_as_written() -> None:
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=0.05)
 
 
-def test_parts_of_one_example_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    recipe = TINY.changed({"data.batch": 64, "speed.accumulate": 30})
-    with pytest.raises(SpecError, match="accumulate = 30 a part of a batch of one example out of 230"):
-        train(recipe, digits(), tmp_path / "run")
+def test_parts_for_batch_norm_hold_two_examples_or_more() -> None:
+    for make, wanted in ((normed, {2, 3}), (smooth, {1, 2, 3})):
+        model, sizes = make(), set[int]()
+        model.register_forward_pre_hook(lambda module, inputs, sizes=sizes: sizes.add(len(inputs[0])))
+        fit(model, PLAIN.changed({"data.batch": 64, "speed.accumulate": 30, "epochs": 1}), digits())
+        assert sizes == wanted  # batches of 64, 64, 64 and 38
 
 
 TOGETHER = """

@@ -136,6 +136,21 @@ def test_several_that_start_at_once_on_a_new_storage_all_come_to_the_end(url: st
     assert len(made) <= 6  # two that ask at the same moment may do the same; that is rare, and harmless
 
 
+def test_what_two_put_into_the_queue_at_once_is_made_once_and_leaves_the_queue(tmp_path: Path) -> None:
+    url, asked = f"sqlite:///{tmp_path / 'x.db'}", list[float]()
+
+    def attempt(value: float) -> float:
+        asked.append(value)
+        return value
+
+    work = trials(url, attempt)
+    for value in (1.0, 2.0, 1.0):
+        work.study.enqueue_trial({"value": value}, user_attrs={"value": value})
+    assert work.run([1.0, 2.0]) == {1.0: 1.0, 2.0: 2.0}
+    assert asked == [1.0, 2.0]
+    assert [trial.state.name for trial in work.study.get_trials()] == ["COMPLETE", "COMPLETE", "PRUNED"]
+
+
 def test_what_is_known_is_not_tried_again_and_what_failed_is(tmp_path: Path) -> None:
     url, asked = f"sqlite:///{tmp_path / 'deeper' / 'x.db'}", list[float]()
 

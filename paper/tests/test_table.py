@@ -261,7 +261,8 @@ def test_options_reach_prepare(table: Table, monkeypatch: pytest.MonkeyPatch) ->
     other = dataclasses.replace(table, settings={"a": Setting(), "b": Setting({"symmetric": False})})
     run(other, rows=[NONE])
     data = load_dataset("digits")
-    assert seen == [{"input_range": data.input_range}, {"input_range": data.input_range, "symmetric": False}]
+    always = {"input_range": data.input_range, "preset": "paper"}
+    assert seen == [always, {**always, "symmetric": False}]
 
 
 @pytest.mark.usefixtures("measured_at_once")

@@ -230,8 +230,12 @@ def histogram_of(x: Moments) -> tuple[Array, Array] | None:
         values, density = curve.values[:, top : top + 64], curve.density[:, top : top + 64]
         places = (values[:-1] + between * np.diff(values, axis=0) + reach) * (BINS / 2 / reach)
         mass = np.broadcast_to((density[:-1] + density[1:]) / 16, places.shape)
-        index = np.clip(places.astype(np.intp), 0, BINS - 1)
-        counts += np.bincount(index.ravel(), mass.ravel(), minlength=BINS)
+        # Shared between the two nearest bins, so that counts do not jump where a value moves a little.
+        left = np.clip(np.floor(places - 0.5), 0, BINS - 2)
+        right = np.clip(places - 0.5 - left, 0, 1)
+        index = left.astype(np.intp).ravel()
+        counts += np.bincount(index, (mass * (1 - right)).ravel(), minlength=BINS)
+        counts += np.bincount(index + 1, (mass * right).ravel(), minlength=BINS)
     if not np.isfinite(counts).all():  # the curve is a needle in its interval
         return None
     return counts / curve.values.shape[1], np.linspace(-reach, reach, BINS + 1)

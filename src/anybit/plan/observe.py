@@ -98,6 +98,11 @@ class Histogram(MinMax):
         """The borders of the bins."""
         return np.linspace(-self.reach, self.reach, self.bins + 1)
 
+    def _inside(self, low: float, high: float, source: str) -> Range:
+        """Return an interval without what lies beyond everything seen."""
+        low, high = max(low, self.low), min(high, self.high)
+        return Range(min(low, high), high, source)  # of values that are all alike, an interval may hold none
+
 
 class Percentile(Histogram):
     """The interval that leaves a hundredth of a percent of the values outside, split between both ends."""
@@ -110,8 +115,7 @@ class Percentile(Histogram):
         if self.reach == 0.0:
             return whole
         low, high = percentile_from_histogram(self.counts, self.edges, PERCENTILE)
-        low, high = max(low, self.low), min(high, self.high)
-        return Range(min(low, high), high, f"calibration, {self.name} {PERCENTILE:g}")
+        return self._inside(low, high, f"calibration, {self.name} {PERCENTILE:g}")
 
 
 class MeanSquare(Histogram):
@@ -135,8 +139,7 @@ class MeanSquare(Histogram):
         return ranges
 
     def _best(self, grid: QuantSpec, source: str) -> Range:
-        low, high = mse_from_histogram(self.counts, self.edges, grid)
-        return Range(max(float(low), self.low), min(float(high), self.high), source)
+        return self._inside(*mse_from_histogram(self.counts, self.edges, grid), source)
 
     def _error(self, covered: Range, grid: QuantSpec) -> float:
         """Return the squared error of a grid over an interval: what is cut off, and even rounding of the rest."""

@@ -176,14 +176,29 @@ def best_grid(weight: Floats, how: Weight, bits: int, target: Floats, h: Floats)
     return Grid(best.scale.astype(np.float32), best.zero.astype(np.float32), *best[2:])
 
 
+def _passed_on(h: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the upper Cholesky factor of the inverse, which holds, row by row, how each error is passed on.
+
+    Few inputs, or inputs that are copies of each other, leave a matrix that cannot be inverted in floating point; then
+    the diagonal is raised until it can.
+    """
+    size = np.einsum("gii->g", h)[:, None, None] / h.shape[1]
+    size = np.where(size > 0, size, 1.0) * np.eye(h.shape[1])
+    for damping in (0.0, 1e-6, 1e-4, 1e-2, 1.0):
+        try:
+            inverse = np.linalg.inv(h + damping * size)
+            return np.swapaxes(np.linalg.cholesky((inverse + np.swapaxes(inverse, 1, 2)) / 2), 1, 2)
+        except np.linalg.LinAlgError:
+            continue
+    raise AssertionError("a matrix of products of inputs with themselves has no negative eigenvalues")
+
+
 def feed_back(target: Floats, grid: Grid, h: Floats) -> Floats:
     """Return codes found by rounding one input after the other, the rest making up for the error."""
     order = np.argsort(-np.einsum("gii->gi", h), axis=1)
     lines = np.arange(len(h))[:, None]
     sorted_h = h[lines[..., None], order[:, :, None], order[:, None, :]]
-    # The upper Cholesky factor of the inverse holds, row by row, how each error is passed on.
-    inverse = np.linalg.inv(sorted_h.astype(np.float64))
-    upper = np.swapaxes(np.linalg.cholesky(inverse), 1, 2).astype(np.float32)
+    upper = _passed_on(sorted_h.astype(np.float64)).astype(np.float32)
     rest = np.swapaxes(target, 1, 2)[lines, order]  # (group, input, output): an input is a row
     codes = np.empty_like(rest)
     scale, zero = grid.scale[..., 0], grid.zero[..., 0]

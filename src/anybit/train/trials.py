@@ -70,17 +70,19 @@ class Trials:
             with self._answering():
                 trials = self._trials()
                 done = {value: trial.value for value, trial in trials if trial.state == states.COMPLETE}
-                if done.keys() >= set(values):
+                missing = [value for value in values if value not in done]
+                # Of two processes that put the same value into the queue at once, one did so in vain: it is taken out.
+                if not missing and not any(value in done for value, trial in trials if trial.state == states.WAITING):
                     return {value: done[value] for value in values}
                 live = {value for value, trial in trials if trial.state in (states.RUNNING, states.WAITING)}
-                for value in values:
-                    if value not in done and value not in live:
+                for value in missing:
+                    if value not in live:
                         self.study.enqueue_trial({"value": value}, user_attrs={"value": value})
                 waiting = any(trial.state == states.WAITING for _, trial in self._trials())
             if waiting:
                 self._take_one()
-            else:
-                self._wait([value for value in values if value not in done])
+            elif missing:
+                self._wait(missing)
 
     def _trials(self) -> list[tuple[float, Any]]:
         trials = self.study.get_trials(deepcopy=False)
@@ -189,7 +191,9 @@ def _open(optuna: Any, url: str, grace: int) -> Any:
             raise FileError(f"{shown(url)}: {error}") from error
         except Exception as error:
             # Of several processes that make the tables of a new storage at once, some are told off.
-            if not left or not (isinstance(error, AssertionError) or re.search("already exists|duplicate", str(error))):
+            if not left or not (
+                isinstance(error, AssertionError) or re.search("already exists|duplicate|UNIQUE", str(error))
+            ):
                 raise
             time.sleep(random.uniform(0.05, 0.5))
     raise AssertionError("not reached")
