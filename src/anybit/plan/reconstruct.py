@@ -33,6 +33,9 @@ DAMPING = 0.02
 TRUST = 0.25
 """How far weights follow the inputs' own error: at 1 they fit what a few hundred inputs happen to do."""
 
+NOISE = 1e-5
+"""Of what H's diagonal was before means were taken off it, added to it as well."""
+
 BLOCK = 64
 """Inputs of a kernel that are dealt with before the rest hears of it."""
 
@@ -52,6 +55,7 @@ class Seen:
     x: Any = 0.0
     y: Any = 0.0
     count: int = 0
+    size: float = 0.0
 
     def add(self, x: Floats, y: Floats) -> None:
         """Look at rows (group, row, input) as they are in the quantized network and in floating point."""
@@ -72,6 +76,7 @@ class Seen:
             total.h = total.h + part.h - part.count * x * np.swapaxes(x, 1, 2)
             total.cross = total.cross + part.cross - part.count * off * np.swapaxes(x, 1, 2)
             total.count += part.count
+            total.size += float(np.einsum("gii->gi", np.asarray(part.h)).mean())
         return total
 
     def shift(self, exact: Floats, kernels: Floats) -> Floats:
@@ -84,7 +89,8 @@ class Seen:
         """Return H with a little added to its diagonal."""
         h = np.array(self.h, np.float32)
         diagonal = np.einsum("gii->gi", h)
-        diagonal += DAMPING * diagonal.mean(1, keepdims=True) + np.float32(1e-12)
+        # Inputs that never move leave nothing about their means but the noise of subtracting them.
+        diagonal += DAMPING * diagonal.mean(1, keepdims=True) + np.float32(NOISE * self.size + 1e-12)
         return h
 
 
@@ -176,29 +182,15 @@ def best_grid(weight: Floats, how: Weight, bits: int, target: Floats, h: Floats)
     return Grid(best.scale.astype(np.float32), best.zero.astype(np.float32), *best[2:])
 
 
-def _passed_on(h: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the upper Cholesky factor of the inverse, which holds, row by row, how each error is passed on.
-
-    Few inputs, or inputs that are copies of each other, leave a matrix that cannot be inverted in floating point; then
-    the diagonal is raised until it can.
-    """
-    size = np.einsum("gii->g", h)[:, None, None] / h.shape[1]
-    size = np.where(size > 0, size, 1.0) * np.eye(h.shape[1])
-    for damping in (0.0, 1e-6, 1e-4, 1e-2, 1.0):
-        try:
-            inverse = np.linalg.inv(h + damping * size)
-            return np.swapaxes(np.linalg.cholesky((inverse + np.swapaxes(inverse, 1, 2)) / 2), 1, 2)
-        except np.linalg.LinAlgError:
-            continue
-    raise AssertionError("a matrix of products of inputs with themselves has no negative eigenvalues")
-
-
 def feed_back(target: Floats, grid: Grid, h: Floats) -> Floats:
     """Return codes found by rounding one input after the other, the rest making up for the error."""
     order = np.argsort(-np.einsum("gii->gi", h), axis=1)
     lines = np.arange(len(h))[:, None]
     sorted_h = h[lines[..., None], order[:, :, None], order[:, None, :]]
-    upper = _passed_on(sorted_h.astype(np.float64)).astype(np.float32)
+    # The upper Cholesky factor of the inverse holds, row by row, how each error is passed on.
+    inverse = np.linalg.inv(sorted_h.astype(np.float64))
+    inverse = (inverse + np.swapaxes(inverse, 1, 2)) / 2
+    upper = np.swapaxes(np.linalg.cholesky(inverse), 1, 2).astype(np.float32)
     rest = np.swapaxes(target, 1, 2)[lines, order]  # (group, input, output): an input is a row
     codes = np.empty_like(rest)
     scale, zero = grid.scale[..., 0], grid.zero[..., 0]
