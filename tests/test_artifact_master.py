@@ -39,7 +39,8 @@ weights = st.builds(
 )  # fmt: skip
 activations = st.builds(
     Activation, names, st.sampled_from(["activation", "input", "accumulator"]), names, sizes,
-    st.dictionaries(st.sampled_from([2, 4, 8, 32]), ranges).map(lambda d: tuple(d.items())), st.booleans(), floors, names,
+    st.dictionaries(st.sampled_from([2, 4, 8, 32]), ranges).map(lambda d: tuple(d.items())), st.booleans(), floors,
+    names,
 )  # fmt: skip
 means = st.none() | st.lists(st.floats(-1e9, 1e9)).map(tuple)
 lefts = st.builds(Left, names, names)
