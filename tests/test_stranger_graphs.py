@@ -105,6 +105,19 @@ def test_it_is_taken_with_data_and_comes_close(name: str, tmp_path: Path) -> Non
     assert any(not np.array_equal(found[key], value) for key, value in wanted.items()), "nothing was quantized"
 
 
+def test_what_a_loop_says_of_its_shapes_is_not_believed(tmp_path: Path) -> None:
+    path, feed = saved("loop_with_layers", tmp_path), CASES["loop_with_layers"].feed()
+    wanted = floats(path, feed)
+    model = onnx.load(path)
+    (body,) = [a.g for node in model.graph.node for a in node.attribute if node.op_type == "Loop"]
+    for value in (body.input[2], *body.output[1:]):
+        value.type.tensor_type.shape.dim[0].dim_value = 9
+    onnx.save(model, path)
+    found = adopted(path, feed, [feed])
+    for key, value in wanted.items():
+        assert distance(found[key], value) < 0.1
+
+
 @pytest.mark.parametrize("name", PROBED)
 def test_the_odd_weight_is_quantized(name: str, tmp_path: Path) -> None:
     if name in IN_FLOAT:

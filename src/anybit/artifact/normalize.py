@@ -46,6 +46,10 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     for part in all_graphs(proto.graph):
         del part.value_info[:]
         del part.quantization_annotation[:]
+        if part is not proto.graph:  # stale here too; but of the counter of a loop the runtime wants to know it
+            for value in (*part.input[1:], *part.output):
+                if value.type.HasField("tensor_type"):
+                    value.type.tensor_type.ClearField("shape")
         for node in part.node:
             if node.domain == "ai.onnx":
                 node.domain = ""
