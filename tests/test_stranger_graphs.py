@@ -106,12 +106,13 @@ def test_it_is_taken_with_data_and_comes_close(name: str, tmp_path: Path) -> Non
 
 
 def test_what_a_loop_says_of_its_shapes_is_not_believed(tmp_path: Path) -> None:
+    """The condition of a loop comes with one entry, and the loop says that it has no dimension."""
     path, feed = saved("loop_with_layers", tmp_path), CASES["loop_with_layers"].feed()
     wanted = floats(path, feed)
     model = onnx.load(path)
-    (body,) = [a.g for node in model.graph.node for a in node.attribute if node.op_type == "Loop"]
-    for value in (body.input[2], *body.output[1:]):
-        value.type.tensor_type.shape.dim[0].dim_value = 9
+    (loop,) = [node for node in model.graph.node if node.op_type == "Loop"]
+    (condition,) = [tensor for tensor in model.graph.initializer if tensor.name == loop.input[1]]
+    condition.dims.append(1)
     onnx.save(model, path)
     found = adopted(path, feed, [feed])
     for key, value in wanted.items():
