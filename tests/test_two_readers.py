@@ -26,7 +26,7 @@ from anybit.errors import DataError
 from anybit.plan.numbers import Numbers
 from anybit.plan.points import Plan
 from anybit.simulate.network import QuantizedNetwork
-from anybit.spec import Bits
+from anybit.spec import FLOAT, Bits
 
 Array = NDArray[Any]
 ALL = {case.name: case for case in [*CASES, *ARCHITECTURES]}
@@ -68,11 +68,13 @@ def compare_points(one: Plan, other: Plan) -> None:
     ]
     for a, b in zip(one.activations, other.activations, strict=True):
         assert [bits for bits, _ in a.ranges] == [bits for bits, _ in b.ranges], (a.name, b.name)
-        for (_, x), (_, y) in zip(a.ranges, b.ranges, strict=True):
+        for (bits, x), (_, y) in zip(a.ranges, b.ranges, strict=True):
+            # A clipped range is the best of some candidates; where two are equally good, the last digit decides.
+            close = 1e-5 if bits == FLOAT else 0.03
             size = max(abs(x.low), abs(x.high))
             assert (x.low, x.high) == (
-                pytest.approx(y.low, 1e-5, 1e-5 * size),
-                pytest.approx(y.high, 1e-5, 1e-5 * size),
+                pytest.approx(y.low, close, close * size),
+                pytest.approx(y.high, close, close * size),
             )
 
 
