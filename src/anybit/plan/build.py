@@ -215,9 +215,11 @@ def _floors(graph: Graph, sites: Sites, settings: Settings) -> dict[str, tuple[i
     }
     wide, near = (max(floor, WIDEST), SIGNAL), signals(graph)
     floors |= dict.fromkeys(near & {*sites.activations, *sites.accumulators}, wide)
-    for node in graph.nodes:  # a cell adds up over time what rounding does to a signal
+    for node in graph.nodes:  # a cell adds up over time what rounding does to the weight that a signal meets first
         if node.kind == "recurrent" and node.inputs[0] in near:
-            floors |= {name: wide for name in sites.weights if node in sites.weights[name]}
+            floors |= {
+                name: wide for name in node.weights[:1] if name in sites.weights
+            }  # what the signal is multiplied by
     return floors
 
 
