@@ -68,7 +68,10 @@ def test_the_whole_way_leaves_rows_checkpoints_and_a_page(tmp_path: Path) -> Non
 def test_side_by_side_gives_the_same_numbers(tmp_path: Path) -> None:
     """Processes import the module anew and see its own settings, so only sweeping is shared out here."""
     demo.run_demo(tmp_path, seeds=(0,), workers=1)
-    jobs = [(tmp_path / "tune-0-0", demo.PLAIN, 0, FEW), (tmp_path / "tune-0.001-0", demo.PENALIZED, 0, FEW)]
+    jobs = [
+        (tmp_path / "tune-0-0", demo.PLAIN, 0, FEW, "paper"),
+        (tmp_path / "tune-0.001-0", demo.PENALIZED, 0, FEW, "paper"),
+    ]
     drawn = {"here": 0, "there": 0}
 
     def advance(name: str) -> Advance:
@@ -94,3 +97,8 @@ def test_the_text_says_how_the_strength_was_chosen() -> None:
     first, second = demo.describe(0.003, {0.0: 0.98, 0.003: 0.975, 0.1: 0.5})
     assert first.endswith("the only difference is the gradient l1 penalty, λ = 0.003.")
     assert second.endswith("(0: 98.0 %, 0.003: 97.5 %, 0.1: 50.0 %).")
+
+
+def test_the_text_says_what_the_default_settings_do() -> None:
+    text = demo.describe(0.003, {0.0: 0.99, 0.003: 0.985}, {demo.SHOWN[1]: 0.9512})
+    assert text[-1].endswith("With anybit's default settings the network without penalty has 95.1 % at W3A3.")

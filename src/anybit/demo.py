@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, Penalt
 from anybit.train.side_by_side import SideBySide, one_by_one
 
 PLAIN, PENALIZED = "without penalty", "with l1 penalty"
+SHOWN = (Bits(4, 4), Bits(3, 3))
+"""Widths at which the demo says what the default settings do without a penalty."""
 
 STRENGTHS = (0.001, 0.003, 0.006, 0.012)
 TOLERANCE = 0.01
@@ -93,17 +96,21 @@ def run_demo(
         validation = {value: sum(part) / len(part) for value, part in zip(strengths, grouped, strict=True)}
         strength = choose_strength(validation)
         jobs = [
-            (_folder(folder, value, seed), label, seed, GRID)
+            (_folder(folder, value, seed), label, seed, GRID, "paper")
             for label, value in ((PLAIN, 0.0), (PENALIZED, strength))
             for seed in seeds
         ]
-        parts = run(_sweep, jobs, start("sweeping widths", len(jobs) * len(GRID)))
-    rows = [row for part in parts for row in part]
+        few = [(_folder(folder, 0.0, seed), "defaults", seed, SHOWN, "default") for seed in seeds]
+        total = len(jobs) * len(GRID) + len(few) * len(SHOWN)
+        parts = run(_sweep, [*jobs, *few], start("sweeping widths", total))
+    rows = [row for part in parts[: len(jobs)] for row in part]
+    own = [row for part in parts[len(jobs) :] for row in part]
+    defaults = {bits: statistics.fmean(row.accuracy for row in own if row.bits == bits) for bits in SHOWN}
     file = RowFile(
         "anybit demo: digits, without and with the gradient l1 penalty",
         tuple(rows),
         {**origin(), **_settings()},
-        describe(strength, validation),
+        describe(strength, validation, defaults),
     )
     write_rows(folder / "rows.json", file)
     write_report([file], folder / "report.html")
@@ -137,21 +144,26 @@ def _tuned(strength: float, seed: int, folder: Path) -> Recipe:
     )
 
 
-def _sweep(run: Path, label: str, seed: int, widths: Sequence[Bits], advance: Advance) -> list[Row]:
+def _sweep(run: Path, label: str, seed: int, widths: Sequence[Bits], preset: str, advance: Advance) -> list[Row]:
     data = load_dataset("digits")
-    net = prepared(load_model(run / "model.safetensors")[0], data)
+    net = prepared(load_model(run / "model.safetensors")[0], data, preset=preset)
     test = Batches(data.test, len(data.test))
     return sweep(net, test, widths=widths, label=label, seed=seed, on_row=lambda row: advance(1))
 
 
-def describe(strength: float, validation: dict[float, float]) -> tuple[str, ...]:
-    """Say what was compared, and how the strength was chosen."""
+def describe(
+    strength: float, validation: dict[float, float], defaults: Mapping[Bits, float] | None = None
+) -> tuple[str, ...]:
+    """Say what was compared, how the strength was chosen, and what the default settings do without any penalty."""
+    found = ", ".join(f"{100 * accuracy:.1f} % at {bits}" for bits, accuracy in (defaults or {}).items())
+    better = f"With anybit's default settings the network without penalty has {found}." if found else ""
     tried = ", ".join(f"{s:g}: {100 * a:.1f} %" for s, a in validation.items())
     return (
         "Both networks were fine-tuned from the same checkpoint for the same number of steps; the only difference is "
         f"the gradient l1 penalty, λ = {strength:g}.",
         "λ is the strongest tried whose mean validation accuracy in floating point stayed within "
         f"{100 * TOLERANCE:g} point of that without penalty ({tried}).",
+        *([f"Both are quantized with the settings of the paper. {better}"] if better else []),
     )
 
 
