@@ -112,7 +112,7 @@ def test_the_plan_lists_every_point_once_and_prints() -> None:
 
 def test_without_a_range_the_input_stays_in_floating_point_and_the_plan_says_so() -> None:
     net = anybit.prepare(small(), torch.randn(2, 1, 8, 8), preset="paper")
-    assert net.plan.unranged == ("x",)
+    assert [a.name for a in net.plan.activations if not a.ranges] == ["x"]
     (line,) = [line.split() for line in str(net.plan).splitlines() if line.startswith("x ")]
     assert "unknown" in line
     assert line[-1] == "float"
@@ -239,7 +239,7 @@ def test_without_batch_norm_the_points_are_named_and_calibration_helps() -> None
     assert ranges["relu"] is not None
     assert ranges["x"].low == pytest.approx(float(data.min()))
     assert ranges["relu"].high == pytest.approx(float(hidden.max()))
-    assert net.plan.unranged == ()
+    assert all(a.ranges for a in net.plan.activations)
     with pytest.raises(DataError, match="saw no data"):
         anybit.prepare(model, data[:2], calibration=[], preset="paper")
     with pytest.raises(SpecError, match="one of min-max"):

@@ -11,10 +11,7 @@ input has holds whole inputs. Everything may come from strangers, but for functi
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -29,6 +26,7 @@ from onnx import TensorProto, helper
 from anybit.artifact.arrays import read_array, read_arrays
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.pictures import PICTURES, read_picture
+from anybit.common.named import by_name, is_code
 from anybit.common.text import printable
 from anybit.errors import AnybitError, DataError
 from anybit.plan.points import Plan
@@ -332,23 +330,10 @@ def fed(how: Preprocessing, picture: Any, value: Input) -> Array:
 
 def _function(what: str) -> Any:
     """Return the function, or list, that `module:name` or `file.py:name` stands for; None for anything else."""
-    place, colon, name = what.rpartition(":")
-    if not colon or Path(what).exists() or not name.isidentifier():
+    if Path(what).exists() or not is_code(what):
         return None
     try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            sys.path.insert(0, "")
-            try:
-                module = importlib.import_module(place)
-            finally:
-                sys.path.remove("")
-        return getattr(module, name)
+        return by_name(what)
     except AnybitError:
         raise
     except Exception as error:

@@ -14,7 +14,7 @@ from anybit.plan.checked import input_of, relative_error, spread_of, worth_equal
 from anybit.plan.clip import mse_from_histogram
 from anybit.plan.equalize import equalize
 from anybit.plan.fold import bias_name, fold
-from anybit.plan.moments import ESTIMATED, Moments, propagate
+from anybit.plan.moments import Moments, propagate
 from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS, SIGNAL
 from anybit.plan.points import FLOORS, Activation, Bias, Left, Plan, Weight
 from anybit.plan.sites import Sites, find_sites, sensitive, signals
@@ -106,9 +106,7 @@ def build(graph: Graph, settings: Settings) -> Built:
         name = place if place in sites.weights else _fresh(path, {*places, *graph.constants} - {place})
         points.append(replace(point, name=name))
         places[name], names[place] = place, name
-    # A mean that was carried through a layer without normalization is no ground for a correction.
-    sure = {value: x for value, x in moments.items() if not x.source.endswith(ESTIMATED)}
-    means = sure if "bias" in settings.helpers else {}
+    means = {value: x for value, x in moments.items() if x.sure} if "bias" in settings.helpers else {}
     _add_biases(graph, sites, means)
     biases, layers = _biases(graph, sites, names, means)
     places |= {name: str(graph.bias(layer)) for name, layer in layers.items()}

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from anybit.graph.view import Graph, Node, by_output
 from anybit.plan.codes import encode
 from anybit.plan.equalize import Pair, factors_of, find_pairs, scaled
-from anybit.plan.moments import ESTIMATED, Moments
+from anybit.plan.moments import Moments
 from anybit.plan.points import Weight
 
 Array = npt.NDArray[Any]
@@ -51,14 +51,7 @@ def input_of(graph: Graph, layer: Node, moments: dict[str, Moments]) -> Moments 
     weight = graph.constants[layer.inputs[1]]
     ins = by_output(weight, layer.axis, layer.groups).shape[1] * layer.groups
     place = 1 if layer.convolution else graph.rank(layer.inputs[0]) - 1
-    fits = (
-        x is not None
-        and x.known
-        and not x.source.endswith(ESTIMATED)
-        and x.axis == place
-        and len(x.var) == ins
-        and x.var.any()
-    )
+    fits = x is not None and x.sure and x.axis == place and len(x.var) == ins and x.var.any()
     return x if fits else None
 
 

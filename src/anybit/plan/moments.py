@@ -60,6 +60,11 @@ class Moments:
         """Whether mean and variance are known, not only the interval."""
         return not np.isnan(self.mean).any()
 
+    @property
+    def sure(self) -> bool:
+        """Whether normalization alone tells them: a guess anywhere on the way is no ground for a correction."""
+        return self.known and ESTIMATED not in self.source
+
 
 def gaussian(mean: Any, std: Any, *, n: float, source: str, axis: int | None = 1) -> Moments:
     """Return the moments of a normal distribution and the interval of n standard deviations around its mean.

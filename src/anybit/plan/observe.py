@@ -190,9 +190,9 @@ class Calibration:
         for point in self.points:
             ranges = self.observers[point.name].ranges(point)
             if self.made_up:
-                ranges = roomier(ranges)
                 if point.kind == "input" or not _far_off(point, ranges[FLOAT]):
                     continue
+                ranges = roomier(ranges)
             found[point.name] = tuple((b, replace(r, source=self.source or r.source)) for b, r in ranges.items())
         return self.plan.with_ranges(found)
 
@@ -202,7 +202,7 @@ ROOM = 2.0
 """How much larger real values may be than those of made-up inputs, where bits are there to spare."""
 SPARE = 7
 """From this width on."""
-FAR_OFF = 4.0
+FAR_OFF = 8.0
 """A range without data that is so much larger than any value seen is no use."""
 
 

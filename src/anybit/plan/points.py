@@ -237,11 +237,6 @@ class Plan:
         )
         return replace(self, points=tuple(points))
 
-    @property
-    def unranged(self) -> tuple[str, ...]:
-        """The activations that stay in floating point because nobody knows their range."""
-        return tuple(a.name for a in self.activations if not a.ranges)
-
     def __str__(self) -> str:
         return self.table()
 

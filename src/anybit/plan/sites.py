@@ -88,7 +88,7 @@ def signals(graph: Graph) -> set[str]:
     A picture comes in 8 bits. Samples of sound have 16, and so have their filtered parts and their spectrum: what
     products with constants make of them, and functions of that, up to the first product after such a function.
     """
-    bent = {name: False for name in graph.inputs if name in graph.floating and graph.rank(name) != 4}
+    bent = {name: False for name in graph.inputs if name in graph.floating and 0 < graph.rank(name) < 4}
     for node in graph.nodes:
         before = [bent[name] for name in node.inputs if name in bent]
         if before and not (node.kind in PRODUCTS and any(before)):
