@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybit.errors import DataError, SpecError
-from anybit.evaluate.accuracy import kl_divergence
 from anybit.evaluate.batches import Batch, Takes
 from anybit.evaluate.metric import Function, Metric, classes, metric_of, plain, usual
 from anybit.simulate.capture import evaluating
@@ -119,6 +118,35 @@ def measure(
         yield total.row(bits, label, seed, kl)
 
 
+@torch.no_grad()
+def evaluate(network: nn.Module, loader: Iterable[Any], *, metric: str | Metric | Function | None = None) -> Row:
+    """Return how good a network is as it stands, quantized or not; it is in evaluation mode for the time being."""
+
+    def run(batch: Batch) -> Any:
+        return network(*batch.args, **batch.kwargs)
+
+    with evaluating(network):
+        (row,) = measure(
+            lambda bits: run, loader, Takes.of(network), widths=["FP"], metric=metric, place=device_of(network)
+        )
+    return row
+
+
+def device_of(network: nn.Module) -> torch.device:
+    """Return where the parameters of a network are."""
+    return next((p.device for p in network.parameters()), torch.device("cpu"))
+
+
+def kl_divergence(reference: Tensor, logits: Tensor) -> float:
+    """Return the mean of D(p‖q) over examples, p from the reference logits and q from the others, in nats.
+
+    >>> kl_divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 0.0]]))
+    0.0
+    """
+    p, q = F.log_softmax(reference.double(), 1), F.log_softmax(logits.double(), 1)
+    return float((p.exp() * (p - q)).sum(1).mean().clamp(min=0))
+
+
 def check_widths(widths: Any) -> list[Bits]:
     """Return pairs of widths, each given as a pair of numbers, a text such as "W4A8", or `Bits`.
 
@@ -180,7 +208,7 @@ def sweep(
     """
     check_prepared(net, "sweep")
     before, layers = net.bits, net.layers
-    place = next((p.device for p in net.parameters()), torch.device("cpu"))
+    place = device_of(net)
 
     def at(bits: Bits) -> Run:
         net.set_bits(weights=bits.weights, activations=bits.activations)

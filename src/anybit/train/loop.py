@@ -18,12 +18,10 @@ from torch.utils import _pytree as pytree
 from anybit.data import Batches, Dataset, Given
 from anybit.errors import NonFiniteError, SpecError
 from anybit.evaluate.batches import Batch, Takes
-from anybit.evaluate.sweep import measure, sweep
+from anybit.evaluate.sweep import evaluate, sweep
 from anybit.objectives.base import Penalty
 from anybit.objectives.gradient import GradientPenalty
 from anybit.objectives.schedule import last_epochs
-from anybit.simulate.capture import evaluating
-from anybit.spec import Bits
 from anybit.task.checkpoint import digest_of, load_weights, save_checkpoint
 from anybit.task.task import example_of, in_order, pick_metric, prepared
 from anybit.train.begin import make_optimizer, make_penalty, start
@@ -281,13 +279,7 @@ def validate(model: nn.Module, recipe: Recipe, data: Dataset, *, place: Place | 
         return {"validation_accuracy": None}
     device, metric = (place or Place()).device, pick_metric(recipe.metric)
     batches = in_order(data.validation, 256)
-    model.to(device)
-
-    def run(bits: Bits) -> Callable[[Batch], Any]:
-        return lambda batch: model(*batch.args, **batch.kwargs)
-
-    with evaluating(model), torch.no_grad():
-        (row,) = measure(run, batches, Takes.of(model), widths=["FP"], metric=metric, place=device)
+    row = evaluate(model.to(device), batches, metric=metric)
     if not math.isfinite(row.accuracy if row.loss is None else row.loss):
         raise NonFiniteError(f"after training the validation loss is {row.loss}; lower the learning rate")
     results: dict[str, Any] = {"validation_accuracy": row.accuracy, "validation_loss": row.loss}
