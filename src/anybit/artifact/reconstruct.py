@@ -100,8 +100,12 @@ def reconstruct(
 def reconstructed(master: Master, inputs: Iterable[Any], widths: Sequence[Bits]) -> Plan:
     """Return the plan of a master with what these widths have of their own."""
     feeds = list(feeds_of(master, inputs))
-    layers = layers_of(master)
     plan = master.plan
+    for point in plan.weights:
+        if not point.shape:  # a master of an earlier version does not tell it
+            plan = _with(plan, replace(point, shape=master.weights[point.name].shape))
+    master = replace(master, header=replace(master.header, plan=plan))
+    layers = layers_of(master)
     with progress_bars() as start:
         for bits in widths:
             advance = start(f"reconstructing {bits}", len(layers))
