@@ -246,6 +246,15 @@ def test_bench_prints_and_writes(master: Path, tmp_path: Path) -> None:
     assert json.loads(call(bench, master, "--widths", "W4A4", "--rounds", "1", "--json").output)["threads"] == 1
 
 
+def test_bench_tells_the_accuracy_on_test_data(master: Path, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(9, 1, 6, 6)).astype(np.float32)
+    y = np.asarray(load(master).run(x)).argmax(1)
+    y[0] = (y[0] + 1) % 3
+    np.savez(tmp_path / "mine.npz", x_test=x, y_test=y)
+    words = ["--widths", "FP", "--rounds", "1", "--data", tmp_path / "mine.npz", "--json"]
+    assert json.loads(call(bench, master, *words).output)["rows"][0]["accuracy"] == pytest.approx(8 / 9)
+
+
 # Adopting
 
 

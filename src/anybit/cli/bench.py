@@ -52,7 +52,7 @@ def bench(
         if data is not None:
             with options.needs_torch("anybit bench --data"):
                 from anybit.data import load_dataset
-            x, y = load_dataset(data).test.fitting().tensors()
+            x, y = load_dataset(data).need("test", "anybit bench --data").tensors()
             labelled = x.numpy(), y.numpy()
         ready(1)
         session = load(master, threads=threads, keep=max(1, len(pairs)))

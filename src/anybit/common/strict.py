@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from anybit.common.text import quoted
+from anybit.common.text import did_you_mean, quoted
 from anybit.errors import RecipeError, SpecError
 
 T = TypeVar("T")
@@ -31,9 +30,8 @@ def from_mapping(cls: type[T], values: dict[str, Any], *, where: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            close = get_close_matches(key[:80], fields, n=1, cutoff=0.5)
-            hint = f"did you mean {where + close[0]!r}?" if close else f"valid keys are {', '.join(fields)}"
-            raise RecipeError(f"unknown key {quoted(where + key)}; {hint}")
+            near = did_you_mean(where + key, [where + name for name in fields], cutoff=0.5)
+            raise RecipeError(f"unknown key {quoted(where + key)}{near or '; valid keys are ' + ', '.join(fields)}")
     converted = {key: _convert(hints[key], value, where + key) for key, value in values.items()}
     missing = [
         name for name, field in fields.items()
@@ -60,9 +58,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if origin is typing.Literal:
         if value in arguments and not isinstance(value, bool):
             return value
-        close = get_close_matches(quoted(value).strip("'"), [str(a) for a in arguments], n=1)
-        hint_text = f"; did you mean {close[0]!r}?" if close else ""
-        raise RecipeError(f"{key!r} must be one of {', '.join(map(str, arguments))}; got {quoted(value)}{hint_text}")
+        nearest = did_you_mean(quoted(value).strip("'"), map(str, arguments))
+        raise RecipeError(f"{key!r} must be one of {', '.join(map(str, arguments))}; got {quoted(value)}{nearest}")
     if origin is tuple:
         if not isinstance(value, list):
             raise RecipeError(f"{key!r} must be a list, got {quoted(value)}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 
 from torch import nn
 
-from anybit.common.text import quoted
+from anybit.common.text import did_you_mean, quoted
 from anybit.errors import SpecError
 from anybit.models.mobilenet import MobileNetV2
 from anybit.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -33,7 +32,5 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build_model(name: str, *, channels: int, classes: int, multiplier: float) -> nn.Module:
     """Return a new network; `multiplier` multiplies the number of channels of every hidden layer."""
     if name not in MODELS:
-        close = get_close_matches(name[:80], MODELS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise SpecError(f"no model {quoted(name)}: use {', '.join(MODELS)}{hint}")
+        raise SpecError(f"no model {quoted(name)}: use {', '.join(MODELS)}{did_you_mean(name, MODELS)}")
     return MODELS[name](channels=channels, classes=classes, multiplier=multiplier)
