@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from anybit.common.strict import from_mapping
 from anybit.common.text import printable, quoted
 from anybit.errors import SpecError
 
@@ -197,21 +198,5 @@ class Row:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Row:
-        """Read what `to_dict` wrote; unknown or missing fields are an error that names them."""
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-        if unknown := sorted(set(values) - set(fields)):
-            raise SpecError(f"a row has no field {unknown[0]!r}; it has {', '.join(fields)}")
-        if missing := sorted(required - set(values)):
-            raise SpecError(f"a row lacks {', '.join(missing)}")
-        for name in ("seed", "weights", "activations", "n"):
-            if isinstance(values[name], bool) or not isinstance(values[name], int):
-                raise SpecError(f"{name} of a row must be a whole number, got {values[name]!r}")
-        for name in ("accuracy", "loss"):
-            if name == "loss" and values[name] is None:
-                continue
-            if isinstance(values[name], bool) or not isinstance(values[name], int | float):
-                raise SpecError(f"{name} of a row must be a number, got {values[name]!r}")
-        if not isinstance(values.get("metric", ""), str):
-            raise SpecError(f"metric of a row must be a text, got {values['metric']!r}")
-        return cls(**values)
+        """Read what `to_dict` wrote; unknown or missing fields and wrong types are an error that names them."""
+        return from_mapping(cls, values, error=SpecError)

@@ -77,12 +77,16 @@ def save(
         n = found["measured"][0].n if found else 0
         typer.echo(json.dumps({"master": str(out), "bytes": size_on_disk(out), "n": n, **measured}, indent=1))
         return
+    _show(found, store)
+    say(f"{out}: {size_on_disk(out) / 1e6:.2f} MB")
+
+
+def _show(found: dict[str, list[Row]], store: str) -> None:
     for i, row in enumerate(found.get("measured", [])):
         line = f"{row.bits!s:6} {_value(row)} of {row.n}" + f" ({row.metric})" * (row.metric != "accuracy")
         if store == "int8":
             line += f" from 8-bit codes, {_value(found['measured_from_fp32'][i])} from floating point"
         say(line)
-    say(f"{out}: {size_on_disk(out) / 1e6:.2f} MB")
 
 
 def _measured(

@@ -13,7 +13,8 @@ from anybit.cli.show import console, note, progress_bars, say
 from anybit.errors import DataError, RecipeError, SpecError
 
 if TYPE_CHECKING:
-    from anybit.train.search import Found
+    from anybit.train.recipe import Recipe
+    from anybit.train.search import Found, Knob
 
 
 def search(
@@ -58,33 +59,15 @@ def search(
     with options.needs_torch("anybit search"):
         from anybit.common.files import write_json
         from anybit.common.provenance import origin
-        from anybit.data import load_dataset
-        from anybit.task.task import pick_device
         from anybit.train.recipe import recipe_by_word
-        from anybit.train.search import RATIOS, Knob
-        from anybit.train.search import search as run
+        from anybit.train.search import Knob
     init = None if weights is None else str(weights)
     plan = recipe_by_word(recipe, init=init, data__name=data, data__size=size)
     tried = options.numbers(values or "", "values to try are numbers separated by commas")
     knob = Knob(tuple(vary.replace(",", " ").split()), tuple(tried))
+    asked = {"storage": storage, "grace": grace, "epochs": epochs, "share": share, "finer": finer}
     try:
-        found_data = load_dataset(plan.data.name, code=True, size=plan.data.size)
-        with progress_bars() as start:
-            advance = start("trials", len(knob.values or RATIOS) + (knob.aim == "strongest"))
-
-            def on_trial(value: float, accuracy: float) -> None:
-                note(f"{value:g}: {100 * accuracy:.2f} %")
-                advance(1)
-
-            trials: dict[str, Any] = {
-                "storage": storage,
-                "grace": grace,
-                "epochs": epochs,
-                "share": share,
-                "finer": finer,
-            }
-            trials |= {"tolerance": tolerance / 100, "device": pick_device(device)}
-            found = run(plan, found_data, knob, **trials, on_trial=on_trial, say=note)
+        found = _search(plan, knob, device, tolerance=tolerance / 100, **asked)
     except (DataError, SpecError) as error:
         raise RecipeError(f"{recipe}: {error}") from error
     record = {**found.to_dict(), "recipe": plan.to_dict(), "origin": origin()}
@@ -92,8 +75,24 @@ def search(
         write_json(out, record)
     if as_json:
         typer.echo(json.dumps(record, indent=1))
-        return
-    _show(found)
+    else:
+        _show(found)
+
+
+def _search(plan: Recipe, knob: Knob, device: str | None, **asked: Any) -> Found:
+    from anybit.data import load_dataset
+    from anybit.task.task import pick_device
+    from anybit.train.search import RATIOS, search
+
+    data = load_dataset(plan.data.name, code=True, size=plan.data.size)
+    with progress_bars() as start:
+        advance = start("trials", len(knob.values or RATIOS) + (knob.aim == "strongest"))
+
+        def on_trial(value: float, accuracy: float) -> None:
+            note(f"{value:g}: {100 * accuracy:.2f} %")
+            advance(1)
+
+        return search(plan, data, knob, device=pick_device(device), on_trial=on_trial, say=note, **asked)
 
 
 def _show(found: Found) -> None:

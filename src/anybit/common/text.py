@@ -34,14 +34,14 @@ def first_line(error: BaseException, length: int = 200) -> str:
     return printable((str(error).strip() or type(error).__name__).partition("\n")[0], length)
 
 
-def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return a question about the known word that is nearest, or nothing.
+def did_you_mean(word: str, known: Iterable[str], *, where: str = "", cutoff: float = 0.6) -> str:
+    """Return a question about the known word that is nearest, or nothing; `where` stands in front of it.
 
     >>> did_you_mean("digit", ["digits", "letters"]), did_you_mean("x", ["digits"])
     ("; did you mean 'digits'?", '')
     """
     close = get_close_matches(word[:80], list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {where + close[0]!r}?" if close else ""
 
 
 def quoted(value: object, length: int = 80) -> str:

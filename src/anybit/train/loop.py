@@ -241,24 +241,29 @@ def train(
             keeper = Keeper(run, here, place=place, every=save_every, saved=saved, stop=stop, say=tell)
             log: Log | None = run.log if place.leads else None
             if board and log is not None:
-                first = 0 if saved is None else saved.steps
-                log = stack.enter_context(on_board(run.path / "tensorboard", log, start=first))
+                log = stack.enter_context(on_board(run.path / "tensorboard", log, start=saved.steps if saved else 0))
             times = fit(model, recipe, data, log=log, progress=progress, place=place, keeper=keeper)
             place.same_buffers(model)
         results = validate(model, recipe, data, place=place)
         model.cpu()
-        skipped = place.gathered(data.skipped)
-        if skipped:
+        if skipped := place.gathered(data.skipped):
             tell(f"{len(skipped)} of the data's files could not be read; {run.summary} has their names")
         if place.leads:
-            about = {"model": shape, "data": recipe.data.name, "seed": recipe.seed, "recipe": recipe.to_dict()}
-            if data.preprocessing is not None:
-                about["input"] = data.preprocessing.to_about()["input"]
-            save_checkpoint(run.checkpoint, model, {**about, **results})
+            _write_checkpoint(run, model, shape, data, results)
             seconds = {kind: [getattr(epoch, kind) for epoch in times] for kind in EpochTime._fields}
             more = {"resumed_at": keeper.resumed, "skipped_files": skipped}
             run.finish(results, epoch_seconds=seconds, **{key: list(found) for key, found in more.items() if found})
     return model, results
+
+
+def _write_checkpoint(
+    run: RunFolder, model: nn.Module, shape: dict[str, Any], data: Dataset, results: dict[str, Any]
+) -> None:
+    recipe = run.recipe
+    about = {"model": shape, "data": recipe.data.name, "seed": recipe.seed, "recipe": recipe.to_dict()}
+    if data.preprocessing is not None:
+        about["input"] = data.preprocessing.to_about()["input"]
+    save_checkpoint(run.checkpoint, model, {**about, **results})
 
 
 def _resumed(path: Path, here: Callable[[], dict[str, Any]], place: Place, say: Say) -> Saved | None:
