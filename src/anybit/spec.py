@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -69,10 +69,47 @@ class Bits:
             raise SpecError(f"a pair of widths looks like W4A8 or 4,8 (or FP); got {text[:60]!r}")
         return cls(int(match[1]), int(match[2]))
 
+    @classmethod
+    def of(cls, value: object, what: str = "widths are") -> Bits:
+        """Return widths given as a pair of numbers, as a text such as "W4A8", or as `Bits`.
+
+        >>> Bits.of((4, 8)) == Bits.of("W4A8") == Bits.of(Bits(4, 8))
+        True
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        if isinstance(value, tuple | list) and len(value) == 2:
+            return cls(*value)
+        raise SpecError(f"{what} a pair (weights, activations) such as (8, 8); got {value!r:.60}")
+
     def __str__(self) -> str:
         if self.weights == self.activations == FLOAT:
             return "FP"
         return f"W{self.weights}A{self.activations}"
+
+
+Widths = Iterable["Bits | str | tuple[int, int]"] | str
+"""Pairs of widths, each given as a pair of numbers, a text such as "W4A8", or `Bits`; or all in one text."""
+
+
+def widths_of(widths: Widths) -> list[Bits]:
+    """Return pairs of widths as values.
+
+    >>> widths_of(["FP", (8, 8)]) == widths_of("FP W8A8")
+    True
+    """
+    if isinstance(widths, str):
+        widths = widths.split()
+    elif isinstance(widths, Bits) or not isinstance(widths, Iterable):
+        raise SpecError(
+            'widths are a list of pairs (weights, activations), such as [(8, 8), (4, 4)] or "W8A8 W4A4"; got '
+            f"{widths!r:.60}"
+        )
+    if not (pairs := [Bits.of(width, "each of the widths is") for width in widths]):
+        raise SpecError("at least one pair of widths is needed, such as (8, 8)")
+    return pairs
 
 
 LayerWidths = Mapping[str, Bits | tuple[int, int]]
@@ -88,12 +125,7 @@ def layer_bits(layers: LayerWidths | None) -> dict[str, Bits]:
     Traceback (most recent call last):
     anybit.errors.SpecError: the widths of 'layer4.*' are a pair (weights, activations) such as (8, 8); got 8
     """
-    found = {}
-    for pattern, pair in (layers or {}).items():
-        if not isinstance(pair, Bits | tuple | list) or (not isinstance(pair, Bits) and len(pair) != 2):
-            raise SpecError(f"the widths of {pattern!r} are a pair (weights, activations) such as (8, 8); got {pair!r}")
-        found[pattern] = pair if isinstance(pair, Bits) else Bits(*pair)
-    return found
+    return {pattern: Bits.of(pair, f"the widths of {pattern!r} are") for pattern, pair in (layers or {}).items()}
 
 
 def names_point(pattern: str, name: str, *, weight: bool) -> bool:

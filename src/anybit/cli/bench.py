@@ -10,7 +10,7 @@ import typer
 
 from anybit.cli import options
 from anybit.cli.show import console, progress_bars
-from anybit.spec import Bits
+from anybit.spec import Bits, widths_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +45,7 @@ def bench(
     from anybit.common.files import write_json
     from anybit.common.provenance import origin
 
-    pairs = list(dict.fromkeys(Bits.parse(word) for word in widths.split()))
+    pairs = list(dict.fromkeys(widths_of(widths)))
     labelled = None
     with progress_bars() as start:
         ready = start("getting ready", 2)

@@ -10,7 +10,7 @@ import typer
 from anybit.cli import options
 from anybit.cli.show import progress_bars, say
 from anybit.errors import SpecError
-from anybit.spec import Bits
+from anybit.spec import widths_of
 
 
 def reconstruct(
@@ -36,7 +36,7 @@ def reconstruct(
     if not calibrate:
         raise SpecError("anybit reconstruct needs inputs, 64 to 512 of them: say --calibrate WHAT")
     target = out or master.with_name(f"{master.stem}-reconstructed.onnx")
-    pairs = [Bits.parse(word) for word in bits.replace(",", " ").split()]
+    pairs = widths_of(bits.replace(",", " "))
     session = load(master)
     with progress_bars():
         feeds = [feed for _, feed in read_feeds(calibrate, session.takes, session.feeding, limit=limit)]

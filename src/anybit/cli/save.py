@@ -13,7 +13,7 @@ from anybit.cli import options
 from anybit.cli.show import progress_bars, say
 from anybit.common.progress import Advance, Start
 from anybit.pages.rows import SHARES
-from anybit.spec import Bits, Row
+from anybit.spec import Bits, Row, widths_of
 
 if TYPE_CHECKING:
     from anybit.artifact.model import OnnxModel
@@ -50,7 +50,7 @@ def save(
 
     Example: anybit save my_model.py:make --weights best.pt --data my_data.py:loaders --out mine.onnx
     """
-    pairs = [Bits.parse(word) for word in widths.split()]
+    pairs = widths_of(widths)
     chosen = options.settings(preset, per_channel, asymmetric, helpers, sensitive)
     with progress_bars() as start:
         ready = start("getting ready", 4)

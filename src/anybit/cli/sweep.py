@@ -13,7 +13,7 @@ from anybit.cli import options
 from anybit.cli.show import console, metric_table, progress_bars, say
 from anybit.common.progress import Start
 from anybit.pages.rows import GRID, RowFile, summarize, write_rows
-from anybit.spec import Bits
+from anybit.spec import Bits, widths_of
 
 if TYPE_CHECKING:
     from anybit.task.task import Task
@@ -47,7 +47,7 @@ def sweep(
     Example: anybit sweep my_model.py:make --weights best.pt --data my_data.py:loaders --widths "W8A8 W4A4"
     """
     chosen = options.settings(preset, per_channel, asymmetric, helpers, sensitive)
-    pairs = list(GRID) if widths == "all" else [Bits.parse(word) for word in widths.split()]
+    pairs = list(GRID) if widths == "all" else widths_of(widths)
     with progress_bars() as start:
         ready = start("getting ready", 2)
         with options.needs_torch("anybit sweep"):

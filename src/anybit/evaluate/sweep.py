@@ -15,9 +15,8 @@ from anybit.evaluate.batches import Batch, Takes
 from anybit.evaluate.metric import Function, Metric, classes, metric_of, plain, usual
 from anybit.simulate.capture import evaluating
 from anybit.simulate.network import QuantizedNetwork
-from anybit.spec import Bits, Row
+from anybit.spec import Bits, Row, Widths, widths_of
 
-Widths = Iterable["Bits | str | tuple[int, int]"]
 Run = Callable[[Batch], Any]
 
 
@@ -94,7 +93,7 @@ def measure(
 
     The loader is gone through once in floating point and once for each other pair, in the same order each time.
     """
-    pairs, place = check_widths(widths), place or torch.device("cpu")
+    pairs, place = widths_of(widths), place or torch.device("cpu")
     floats = Total(None if metric is None else metric_of(metric))
     run = at(Bits())
     for batch in (takes.split(part).to(place) for part in loader):
@@ -145,30 +144,6 @@ def kl_divergence(reference: Tensor, logits: Tensor) -> float:
     """
     p, q = F.log_softmax(reference.double(), 1), F.log_softmax(logits.double(), 1)
     return float((p.exp() * (p - q)).sum(1).mean().clamp(min=0))
-
-
-def check_widths(widths: Any) -> list[Bits]:
-    """Return pairs of widths, each given as a pair of numbers, a text such as "W4A8", or `Bits`.
-
-    >>> check_widths(["FP", (8, 8)])
-    [Bits(weights=32, activations=32), Bits(weights=8, activations=8)]
-    """
-    example = 'such as [(8, 8), (4, 4)] or "W8A8 W4A4"'
-    if isinstance(widths, str):
-        widths = widths.split()
-    elif isinstance(widths, Bits) or not isinstance(widths, Iterable):
-        raise SpecError(f"widths are a list of pairs (weights, activations), {example}; got {widths!r:.60}")
-    pairs = []
-    for width in widths:
-        if isinstance(width, str):
-            pairs.append(Bits.parse(width))
-        elif isinstance(width, Bits) or (isinstance(width, tuple | list) and len(width) == 2):
-            pairs.append(width if isinstance(width, Bits) else Bits(*width))
-        else:
-            raise SpecError(f"each of the widths is a pair (weights, activations), {example}; got {width!r:.60}")
-    if not pairs:
-        raise SpecError("a sweep needs at least one pair of widths, such as (8, 8)")
-    return pairs
 
 
 def check_prepared(net: object, verb: str) -> None:
