@@ -236,7 +236,7 @@ def test_labels_make_scores_of_an_output(tmp_path: Path) -> None:
     call(adopt, *words)
     plain = call(run, tmp_path / "m.onnx", "--input", tmp_path / "x.npy", "--bits", "W8A8").output
     assert "1 x 8, from " in plain
-    for content, message in ((b"", "is empty"), (b"\xff\xfe", "no text")):
+    for content, message in ((b"", "is empty"), (b"\xff\xfe", "cannot be read as a text file")):
         (tmp_path / "labels.txt").write_bytes(content)
         with pytest.raises(DataError, match=message):
             call(adopt, *words, "--labels", tmp_path / "labels.txt")

@@ -81,8 +81,8 @@ def reconstruct(
         network: What `anybit.prepare` returned, whose plan is replaced; or the path of a master.
         inputs: Batches of inputs as for calibration, 64 to 512 inputs in all, without labels (those of pairs are not
             looked at).
-        widths: Pairs (weights, activations), or texts such as "W4A8". Of several with the same weights the first decides
-            how these are rounded.
+        widths: Pairs (weights, activations), or texts such as "W4A8". Of several with the same weights the first
+            decides how these are rounded.
         out: Where to write the master, if `network` is one; by default it is replaced.
     """
     chosen = widths_of(widths) if widths else []
