@@ -226,7 +226,7 @@ def train(
         here = functools.cache(functools.partial(identity, recipe, data, digest_of(model.state_dict()), place))
         saved = _resumed(run.state, here, place, tell) if resume else None
         with Stop() as stop:
-            keeper = Keeper(run, here, place=place, every=save_every, saved=saved, stop=stop, say=tell)
+            keeper = Keeper(run, here, place, save_every, saved, stop, tell)
             log: Log | None = run.log if place.leads else None
             if board and log is not None:
                 log = stack.enter_context(on_board(run.path / "tensorboard", log, start=saved.steps if saved else 0))

@@ -28,28 +28,10 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, recipe: Recipe) -> None:
-        self.path = Path(path)
-        self.recipe = recipe
+        self.path, self.recipe = Path(path), recipe
+        self.checkpoint, self.summary = self.path / "model.safetensors", self.path / "run.json"
+        self.state, self._partial = self.path / "state.safetensors", self.path / "log.partial"
         self._log: BinaryIO | None = None
-
-    @property
-    def checkpoint(self) -> Path:
-        """Where the weights go."""
-        return self.path / "model.safetensors"
-
-    @property
-    def state(self) -> Path:
-        """Where the state of an unfinished run goes."""
-        return self.path / "state.safetensors"
-
-    @property
-    def summary(self) -> Path:
-        """What is known about the run."""
-        return self.path / "run.json"
-
-    @property
-    def _partial(self) -> Path:
-        return self.path / "log.partial"
 
     def __enter__(self) -> RunFolder:
         """Take the folder for this process. Nothing in it is changed yet: a run that is refused leaves it as it was."""
