@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import AttributeProto, TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
+
+from anybit.graph.from_onnx import subgraphs
 
 Array = NDArray[Any]
 Load = Callable[[], Array]
@@ -139,20 +141,12 @@ def is_finite(array: Array) -> bool:
     return array.size == 0 or (math.isfinite(array.min()) and math.isfinite(array.max()))
 
 
-def subgraphs(attribute: AttributeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graphs that an attribute holds: branches and loop bodies."""
-    if attribute.HasField("g"):
-        yield attribute.g
-    yield from attribute.graphs
-
-
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yield a graph and all graphs inside it: branches and loop bodies."""
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in subgraphs(attribute):
-                yield from all_graphs(inner)
+        for inner in subgraphs(node):
+            yield from all_graphs(inner)
 
 
 def names_in(graph: onnx.GraphProto) -> set[str]:

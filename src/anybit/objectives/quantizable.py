@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from anybit.errors import PenaltyError, SpecError
 from anybit.objectives.activations import Function, spellings
 from anybit.objectives.base import Closure, eagerly
-from anybit.objectives.restore import buffers_kept, random_state, set_random_state
+from anybit.objectives.restore import buffers_kept, random_kept
 
 TRANSPOSED = frozenset({F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d})
 LAYERS = frozenset({F.conv1d, F.conv2d, F.conv3d, F.linear, F.bilinear}) | TRANSPOSED
@@ -136,7 +137,8 @@ class Products(TorchFunctionMode):
         if func is F.batch_norm:
             self._note_batch_norm(args, kwargs)
         out = func(*args, **kwargs)
-        operands = list(_tensors((args, kwargs)))
+        leaves = tree_leaves((args, kwargs))
+        operands = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
         if func in LAYERS:
             weight = kwargs["weight"] if "weight" in kwargs else args[2 if func is F.bilinear else 1]
             self.multiplied |= self._sources(weight) or set()
@@ -167,21 +169,7 @@ class Products(TorchFunctionMode):
 
 def products_in(model: nn.Module, closure: Closure) -> Products:
     """Run the closure once to see what it multiplies, and leave everything as it was."""
-    state = random_state()
-    try:
-        seen = Products()
-        with torch.no_grad(), eagerly(), buffers_kept(model), seen:
-            closure()
-        return seen
-    finally:
-        set_random_state(state)
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    """Yield the floating-point tensors among arguments."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+    seen = Products()
+    with torch.no_grad(), eagerly(), random_kept(), buffers_kept(model), seen:
+        closure()
+    return seen

@@ -15,7 +15,7 @@ from anybit.errors import PenaltyError
 from anybit.objectives.activations import ACTIVATIONS, Function, with_graph
 from anybit.objectives.checkpointing import CallOrder
 from anybit.objectives.chunks import l1_norm, signs, signs_and_l1, wide_format
-from anybit.objectives.kinks import KINKS, Kink, Rectified
+from anybit.objectives.kinks import KINKS, RECTIFIED, gate
 
 Norm = Literal["l1", "l2"]
 
@@ -165,16 +165,16 @@ class SecondPass(Watch):
     def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function on its recorded pieces, then shift its output."""
         call = self._next(func)
-        kink = KINKS.get(func)
+        kink = KINKS[func] if call.memo is not None else None
         shift, factor = self._shift_of(call)
-        if call.memo is not None and isinstance(kink, Rectified):  # the common case: in one go, without a copy
+        if kink is RECTIFIED:  # the common case: in one go, without a copy
             together = shift is not None and shift.dtype == torch.int8
-            out = kink.gate(args[0], call.memo, inplace=call.inplace, shift=shift if together else None, by=factor)
+            out = gate(args[0], call.memo, inplace=call.inplace, shift=shift if together else None, by=factor)
             return out if together or shift is None else out.add_(shift, alpha=factor)
-        if call.inplace:
-            x = args[0]
-            return x.copy_(_moved(self._run(func, kink, call, (x.clone(), *args[1:]), kwargs), shift, factor))
-        return _moved(self._run(func, kink, call, args, kwargs), shift, factor)
+        given = (args[0].clone(), *args[1:]) if call.inplace else args
+        out = func(*given, **kwargs) if kink is None else kink.replay(call.memo, given, kwargs)
+        out = out if shift is None else torch.add(out, shift, alpha=factor)
+        return args[0].copy_(out) if call.inplace else out
 
     def _next(self, func: Function) -> Call:
         index = self.order.position()
@@ -184,11 +184,6 @@ class SecondPass(Watch):
                 "each time it is called with the same random state"
             )
         return self.calls[index]
-
-    def _run(self, func: Function, kink: Kink | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kink is None or call.memo is None:
-            return func(*args, **kwargs)
-        return kink.replay(call.memo, args, kwargs)
 
     def _shift_of(self, call: Call) -> tuple[Tensor | None, float]:
         """Return the direction to move the call's output in, and how far."""
@@ -200,7 +195,3 @@ class SecondPass(Watch):
         if not self.order.in_region():
             output.direction = None  # one byte less per entry while the graph grows
         return shift, factor
-
-
-def _moved(out: Any, shift: Tensor | None, factor: float) -> Any:
-    return out if shift is None else torch.add(out, shift, alpha=factor)

@@ -13,16 +13,25 @@ from torch import Tensor, nn
 def random_state() -> tuple[Tensor, list[Tensor]]:
     """Return the state of every random number generator that a model draws from: the CPU's and each accelerator's."""
     module = _accelerator()
-    states = [] if module is None else [_rng(module, "get")(*device) for device in _devices(module)]
-    return torch.get_rng_state(), states
+    return torch.get_rng_state(), [] if module is None else [module.get_rng_state(*d) for d in _devices(module)]
 
 
 def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
     """Put every generator where it was."""
     torch.set_rng_state(state[0])
-    module = _accelerator() if state[1] else None
-    for device, value in zip(_devices(module), state[1], strict=True) if module is not None else ():
-        _rng(module, "set")(value, *device)
+    if state[1] and (module := _accelerator()) is not None:
+        for device, value in zip(_devices(module), state[1], strict=True):
+            module.set_rng_state(value, *device)
+
+
+@contextlib.contextmanager
+def random_kept() -> Iterator[None]:
+    """Put every generator back where it was."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
 
 
 def _accelerator() -> Any:
@@ -38,10 +47,6 @@ def _devices(module: Any) -> list[tuple[int, ...]]:
     return [()] if module.__name__ == "torch.mps" else [(index,) for index in range(module.device_count())]
 
 
-def _rng(module: Any, verb: str) -> Any:
-    return getattr(module, f"{verb}_rng_state")
-
-
 @contextlib.contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Put every buffer back, the tensor and its value: statistics and counters move once per step.
@@ -49,7 +54,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     A forward pass may write into a buffer or put another tensor in its place.
     """
     places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
-    kept = [(place, name, place[name], _copy(place[name])) for place, name in places]
+    kept = [(place, name, b := place[name], None if b is None else b.detach().clone()) for place, name in places]
     try:
         yield
     finally:
@@ -58,10 +63,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 place[name] = buffer
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
-
-
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
 
 
 @contextlib.contextmanager

@@ -6,12 +6,9 @@ the tensor it stands on; afterwards the marks are taken out and what they stood 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,13 @@ from onnx import NodeProto, helper
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
-from anybit.artifact.check import OPSET
 from anybit.artifact.header import Header
 from anybit.artifact.master import Master, write_master
 from anybit.artifact.model import LARGE, OnnxModel, location
 from anybit.common.provenance import origin
 from anybit.errors import MissingDependency, NetworkError, SpecError
+from anybit.graph.from_onnx import OPSET
+from anybit.simulate.capture import quietly
 from anybit.simulate.modules import Activation, Bias, Weight
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.recurrent import to_operators, translations
@@ -109,26 +107,23 @@ def _marked(body: fx.GraphModule) -> tuple[fx.GraphModule, list[str]]:
     graph.eliminate_dead_code()
     to_operators(graph)
     copied = fx.GraphModule(body, graph)
-    floats = {p.dtype for p in copied.parameters()} | {b.dtype for b in copied.buffers()}
-    if floats & {torch.float64, torch.float16, torch.bfloat16} or _device(copied).type != "cpu":
+    held = [*copied.parameters(), *copied.buffers()]
+    others = {torch.float64, torch.float16, torch.bfloat16}
+    if any(t.dtype in others or t.device.type != "cpu" for t in held):
         copied = copy.deepcopy(copied).float().cpu()
         _retype(copied.graph)
         copied.recompile()
     return copied, marked
 
 
-def _device(module: fx.GraphModule) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
 def _retype(graph: fx.Graph) -> None:
     """Let constants that the network makes itself be of float32 and on the CPU, as the master is."""
     for node in graph.nodes:
-        given = {k: v for k, v in node.kwargs.items() if isinstance(v, torch.dtype) and v.is_floating_point}
-        places = {k: v for k, v in node.kwargs.items() if isinstance(v, torch.device)}
-        node.kwargs = {
-            **node.kwargs, **dict.fromkeys(given, torch.float32), **dict.fromkeys(places, torch.device("cpu"))
-        }  # fmt: skip
+        for key, value in node.kwargs.items():
+            if isinstance(value, torch.device):
+                node.update_kwarg(key, torch.device("cpu"))
+            elif isinstance(value, torch.dtype) and value.is_floating_point:
+                node.update_kwarg(key, torch.float32)
 
 
 def _example(node: fx.Node) -> Tensor:
@@ -148,7 +143,7 @@ def _translate(body: fx.GraphModule, holders: list[fx.Node]) -> OnnxModel:
     symbolic = [{d for d, n in enumerate(node.meta["val"].shape) if not is_concrete_int(n)} for node in holders]
     free = tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) or None for dims in symbolic)
     table: dict[Any, Callable[..., Any]] = {torch.ops.anybit.mark.default: _mark_in_onnx(), **translations()}
-    with torch.no_grad(), _quietly():
+    with torch.no_grad(), quietly("torch.onnx"):
         try:
             program = torch.onnx.export(
                 torch.export.export(body, example, dynamic_shapes=free),
@@ -208,20 +203,6 @@ def _mark_in_onnx() -> Callable[..., Any]:
     return lambda x, index: operator(x, index=index)
 
 
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep what the translator says about itself from the user's terminal; what matters is raised."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 # From the translator
 
 
@@ -248,12 +229,9 @@ def _rename(model: onnx.ModelProto, swap: dict[str, str]) -> None:
 
 def _tidy(model: onnx.ModelProto) -> None:
     """Drop what describes the machine the file was made on, and call the free dimension what it is."""
-    for node in model.graph.node:
-        node.ClearField("metadata_props")
-        node.ClearField("doc_string")
-    for tensor in model.graph.initializer:
-        tensor.ClearField("metadata_props")
-        tensor.ClearField("doc_string")
+    for part in (*model.graph.node, *model.graph.initializer):
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
     for field in ("metadata_props", "doc_string", "value_info"):
         model.graph.ClearField(field)
     for value in [*model.graph.input, *model.graph.output]:
@@ -324,11 +302,10 @@ def _claim(proto: onnx.ModelProto, names: dict[str, str], fixed: set[str]) -> No
         graph.node.append(helper.make_node("Identity", [inner], [place]))
         names[inner] = names.pop(place)
     wanted = set(names.values())
-    if clash := wanted & fixed:
-        for name in sorted(clash):
-            raise NetworkError(
-                f"a point and an input or output are both called {name!r}; rename the module or the input"
-            )
+    if clash := sorted(wanted & fixed):
+        raise NetworkError(
+            f"a point and an input or output are both called {clash[0]!r}; rename the module or the input"
+        )
     taken = {tensor.name for tensor in graph.initializer} | {o for node in graph.node for o in node.output}
     _rename(proto, {name: f"{name}__other" for name in taken & wanted if name not in names} | names)
 
