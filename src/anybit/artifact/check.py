@@ -19,13 +19,12 @@ from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 from anybit.artifact.bounds import check_sizes
 from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite
 from anybit.artifact.runtime import plain_session
-from anybit.common.text import printable
+from anybit.common.text import printable, quoted
 from anybit.errors import FileError, SpecError
 from anybit.graph.from_onnx import OPSET as OPSET
 from anybit.graph.from_onnx import outlined, subgraphs
 from anybit.plan.extras import decompress
 from anybit.plan.points import Bias, Weight
-from anybit.plan.text import said
 
 OLDEST = 13
 """The oldest that a master may have: the first with scales per channel. Files with branches or loops keep their own."""
@@ -58,7 +57,7 @@ def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: 
     standard = OLDEST <= versions.get("", 0) <= OPSET
     if not standard or len(versions) != len(proto.opset_import) or not versions.keys() <= DOMAINS:
         wanted = f"the standard operators, version {OLDEST} to {OPSET}"
-        raise FileError(f"{where}: opset_import must be {wanted}, and those of ONNX Runtime; got {said(versions)}")
+        raise FileError(f"{where}: opset_import must be {wanted}, and those of ONNX Runtime; got {quoted(versions)}")
     for name in ("functions", "training_info"):
         if getattr(proto, name):
             raise FileError(f"{where}: {name} is not empty; a master has none")

@@ -250,7 +250,7 @@ def _function(node: NodeProto, new: Node, graph: Graph) -> bool:
     new.bounds = _BOUNDED.get(node.op_type)
     if node.op_type == "Clip":
         new.name = "clamp"
-        low, high = computed(node, [np.float32([-math.inf, math.inf]), *settings]).tolist()
+        low, high = computed(node, [np.array([-math.inf, math.inf], np.float32), *settings]).tolist()
         new.bounds = (low, high) if math.isfinite(low) and math.isfinite(high) else None
     return True
 
