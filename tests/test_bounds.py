@@ -196,7 +196,7 @@ def test_a_size_computed_from_the_input_meets_the_limit_on_working_memory(tmp_pa
 @pytest.mark.parametrize("text", ["x", "-1", "0", "nan", "inf"])
 def test_the_limit_is_a_number_of_gigabytes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, text)
-    with pytest.raises(SpecError, match=f"{SETTING} must be a number of gigabytes, got"):
+    with pytest.raises(SpecError, match=f"{SETTING} must be a number of gigabytes such as 4, got"):
         memory_limit()
     monkeypatch.setenv(SETTING, "1.5")
     assert memory_limit() == 1.5 * 2**30

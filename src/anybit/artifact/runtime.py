@@ -11,10 +11,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from anybit.artifact.bounds import limit_memory, memory_advice
+from anybit.artifact.bounds import limit_memory, memory_advice, setting
 from anybit.artifact.model import OnnxModel
 from anybit.common.text import printable
-from anybit.errors import DataError, FileError, SpecError
+from anybit.errors import DataError, FileError
 
 EXACT = "session.x64quantprecision"
 """Without it, processors that lack VNNI add up products of 8-bit weights in 16 bits, and saturate."""
@@ -84,14 +84,7 @@ class TooSlow(DataError):  # noqa: N818
 
 def time_limit() -> float:
     """Return how many seconds one run on a calibration input may take."""
-    text = os.environ.get(SETTING, "")
-    try:
-        seconds = float(text or SECONDS)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:  # NaN is not
-        raise SpecError(f"{SETTING} must be a number of seconds such as {SECONDS:g}, got {text[:40]!r}")
-    return seconds
+    return setting(SETTING, SECONDS, 1e6, "seconds")
 
 
 def run_in_time(engine: Any, outputs: Sequence[str] | None, feed: Mapping[str, Any], seconds: float) -> list[Any]:

@@ -22,6 +22,7 @@ from anybit.graph.view import (
     permuted,
     reduced,
     reshaped,
+    saturation,
     stays,
 )
 
@@ -133,8 +134,8 @@ def _read(node: NodeProto, graph: Graph, sums: dict[str, NodeProto]) -> list[Nod
     if reader is None or not reader(node, new, graph):
         if node.op_type in _LAYERS:
             _LAYERS[node.op_type](node, new, graph, sums)
-        elif not _read_pass(node, new, graph):
-            new.bounds = _BOUNDED.get(node.op_type)
+        elif not _read_pass(node, new, graph) and node.op_type == "Softmax":
+            new.bounds = (0.0, 1.0)
     extra = [_other(node, value) for value in values[1:]]
     if new.kind != "other":  # the other results of a known operator
         for other in extra:
@@ -234,10 +235,6 @@ FUNCTIONS = frozenset({
     "Relu", "LeakyRelu", "Elu", "Celu", "Selu", "ThresholdedRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Tanh",
     "Softplus", "Softsign", "Mish", "Gelu", "Erf", "Exp", "Neg", "Abs", "Sqrt", "Clip", "Pow",
 })  # fmt: skip
-_BOUNDED: dict[str, tuple[float, float]] = {
-    "Sigmoid": (0.0, 1.0), "HardSigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0),
-    "Softsign": (-1.0, 1.0), "Erf": (-1.0, 1.0),
-}  # fmt: skip
 
 
 def _function(node: NodeProto, new: Node, graph: Graph) -> bool:
@@ -247,11 +244,8 @@ def _function(node: NodeProto, new: Node, graph: Graph) -> bool:
         return False
     new.kind, new.inputs, new.function = "function", [node.input[0]], partial(_entry_by_entry, node, settings)
     new.fused, new.homogeneous = node.op_type in ("Relu", "Clip"), node.op_type in ("Relu", "LeakyRelu")
-    new.bounds = _BOUNDED.get(node.op_type)
-    if node.op_type == "Clip":
-        new.name = "clamp"
-        low, high = computed(node, [np.array([-math.inf, math.inf], np.float32), *settings]).tolist()
-        new.bounds = (low, high) if math.isfinite(low) and math.isfinite(high) else None
+    new.bounds = saturation(new.function)
+    new.name = "clamp" if node.op_type == "Clip" else new.name
     return True
 
 

@@ -10,8 +10,9 @@ import contextlib
 import functools
 import io
 import logging
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
 from anybit.errors import CaptureError
-from anybit.simulate.decompose import decompositions
 from anybit.simulate.recurrent import as_operators, to_built_in
 from anybit.simulate.refusals import describe, reasons
 
@@ -227,3 +227,43 @@ def _tidy(module: fx.GraphModule) -> None:
     for name in ("train", "eval"):
         # An exported module refuses to change mode; ours has no operator that depends on it.
         module.__dict__.pop(name, None)
+
+
+# Operators that hide products, written out: integer accelerators quantize the operands of every product
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return `softmax(scale · Q Kᵀ + mask) V`, as scaled_dot_product_attention does in evaluation mode.
+
+    Queries and keys each take the root of the scale, as in ONNX: then both have the range that a file has for them.
+    """
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = torch.matmul(query * root, key.transpose(-2, -1) * root)
+    if is_causal:
+        seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(seen.logical_not(), -math.inf)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return torch.matmul(torch.softmax(scores, -1), value)
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return what `ExportedProgram.run_decompositions` needs: operator to function."""
+    einsum = torch.export.default_decompositions()[torch.ops.aten.einsum.default]
+    return {torch.ops.aten.einsum.default: einsum, torch.ops.aten.scaled_dot_product_attention.default: attention}
