@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from anybit.graph.from_onnx import subgraphs
 
@@ -139,6 +139,13 @@ def has_nan(array: Array) -> bool:
 def is_finite(array: Array) -> bool:
     """Tell whether all entries are finite."""
     return array.size == 0 or (math.isfinite(array.min()) and math.isfinite(array.max()))
+
+
+def set_nodes(graph: onnx.GraphProto, nodes: Iterable[NodeProto]) -> None:
+    """Replace the nodes of a graph, by some of its own or by others."""
+    kept = list(nodes)
+    del graph.node[:]
+    graph.node.extend(kept)
 
 
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

@@ -11,7 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, numpy_helper
 from onnx.inliner import inline_local_functions
 
-from anybit.artifact.model import OnnxModel, all_graphs
+from anybit.artifact.model import OnnxModel, all_graphs, set_nodes
 from anybit.errors import FileError
 from anybit.graph.from_onnx import used_by
 
@@ -92,8 +92,7 @@ def _sort(graph: onnx.GraphProto) -> None:
         ordered += ready
         left = waiting
     if [n.output[:] for n in ordered] != [n.output[:] for n in graph.node]:
-        del graph.node[:]
-        graph.node.extend(ordered)
+        set_nodes(graph, ordered)
 
 
 def _widen(model: OnnxModel) -> None:
@@ -129,10 +128,8 @@ def _hoist(graph: onnx.GraphProto) -> None:
             own.CopyFrom(tensor)
             own.name = names[name]
         taken |= set(names.values())
-        kept = [node for node in part.node if node.output[0] not in constants]
+        set_nodes(part, [node for node in part.node if node.output[0] not in constants])
         del part.initializer[:]
-        del part.node[:]
-        part.node.extend(kept)
         for inner in all_graphs(part):
             for node in inner.node:
                 node.input[:] = [names.get(name, name) for name in node.input]

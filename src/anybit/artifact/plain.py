@@ -12,7 +12,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper, version_converter
 
 from anybit.artifact import protobuf_scan
 from anybit.artifact.check import OLDEST, bytes_of, check_length, check_model, tensors_of
-from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, shaped
+from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, set_nodes, shaped
 from anybit.artifact.normalize import as_bytes, normalize
 from anybit.common.text import printable
 from anybit.errors import FileError
@@ -123,8 +123,7 @@ def _settle(model: OnnxModel) -> None:
     del graph.value_info[:]
     del graph.input[:]
     graph.input.extend(inputs)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, nodes)
 
 
 _NUMBERS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
@@ -184,7 +183,6 @@ def _fold_constants(model: OnnxModel) -> None:
         tensor = model.tensor(np.ascontiguousarray(value), node.output[0])
         model.graph.initializer.append(tensor)
         held[tensor.name] = model.graph.initializer[-1]
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
+    set_nodes(model.graph, kept)
     used = names_in(model.graph) | outputs
     model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])

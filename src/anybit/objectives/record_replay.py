@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from anybit.errors import PenaltyError
 from anybit.objectives.activations import ACTIVATIONS, Function, with_graph
 from anybit.objectives.checkpointing import CallOrder
-from anybit.objectives.chunks import l1_norm, signs, signs_and_l1, wide_format
+from anybit.objectives.chunks import l1_norm, signs_and_l1, wide_format
 from anybit.objectives.kinks import KINKS, RECTIFIED, gate
 
 Norm = Literal["l1", "l2"]
@@ -23,29 +23,14 @@ SHORT = (torch.bfloat16, torch.float16)
 """Formats with too few digits for a finite difference."""
 
 
-def direction(grad: Tensor, norm: Norm) -> Tensor:
-    """Return the direction in which the norm of a gradient grows: its sign (l1, as int8), or itself over its length.
+def unit(grad: Tensor) -> Tensor:
+    """Return a gradient over its length, the direction in which its l2 norm grows; for l1 that is its sign.
 
-    >>> direction(torch.tensor([3.0, 0.0, -4.0]), "l1"), direction(torch.tensor([3.0, -4.0]), "l2")
-    (tensor([ 1,  0, -1], dtype=torch.int8), tensor([ 0.6000, -0.8000]))
+    >>> unit(torch.tensor([3.0, -4.0]))
+    tensor([ 0.6000, -0.8000])
     """
-    if norm == "l1":
-        return signs(grad)
-    length = torch.linalg.vector_norm(grad)
-    unit: Tensor = grad / length.clamp(min=torch.finfo(grad.dtype).tiny)
-    return unit
-
-
-def norm_of(x: Tensor, norm: Norm) -> Tensor:
-    """Return the l1 or l2 norm; the sum of absolute values is several times faster than vector_norm(ord=1).
-
-    >>> norm_of(torch.tensor([3.0, -4.0]), "l1"), norm_of(torch.tensor([3.0, -4.0]), "l2")
-    (tensor(7.), tensor(5.))
-    """
-    if norm == "l1":
-        return l1_norm(x)
-    length: Tensor = torch.linalg.vector_norm(x)
-    return length
+    found: Tensor = grad / torch.linalg.vector_norm(grad).clamp(min=torch.finfo(grad.dtype).tiny)
+    return found
 
 
 def root_mean_square(x: Tensor) -> Tensor:
@@ -76,12 +61,12 @@ class Operand:
 
     def take(self, grad: Tensor, norm: Norm, *, directed: bool) -> None:
         """Note the norm of the gradient, and its direction if that is wanted."""
-        if directed and norm == "l1":
+        if norm == "l2":
+            self.direction, self.norm = unit(grad) if directed else None, torch.linalg.vector_norm(grad)
+        elif directed:
             self.direction, self.norm = signs_and_l1(grad)
-            return
-        self.norm = norm_of(grad, norm)
-        if directed:
-            self.direction = direction(grad, norm)
+        else:
+            self.norm = l1_norm(grad)
 
 
 class Call:

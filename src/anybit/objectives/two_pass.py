@@ -42,7 +42,7 @@ from anybit.objectives import base, restore
 from anybit.objectives.base import Closure, Scaler, Step, check_finite, eagerly, modes_of
 from anybit.objectives.chunks import extrapolate_
 from anybit.objectives.processes import agreed, averaged, kept, synced
-from anybit.objectives.record_replay import FirstPass, Norm, Operand, SecondPass, direction
+from anybit.objectives.record_replay import FirstPass, Norm, Operand, SecondPass, unit
 from anybit.objectives.restore import buffers_kept, full_precision, gradients_set_aside, replaced
 
 NOISE = 32
@@ -270,8 +270,8 @@ def _second_pass(
 def _shifted(weights: list[Tensor], grads: list[Tensor], factors: Sequence[float], norm: Norm) -> Iterator[Tensor]:
     """Yield each weight plus its factor times its gradient's direction, one at a time."""
     for weight, grad, factor in zip(weights, grads, factors, strict=False):
-        unit = torch.sign(grad) if norm == "l1" else direction(grad, norm)
-        yield unit.mul_(factor).add_(weight)
+        direction = torch.sign(grad) if norm == "l1" else unit(grad)
+        yield direction.mul_(factor).add_(weight)
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:
