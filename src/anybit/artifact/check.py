@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 
 from anybit.artifact.bounds import check_sizes
 from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite
-from anybit.artifact.runtime import plain_session
+from anybit.artifact.runtime import compile_model
 from anybit.common.text import printable, quoted
 from anybit.errors import FileError, SpecError
 from anybit.graph.from_onnx import OPSET as OPSET
@@ -234,4 +235,5 @@ def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, 
         raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
     for kind in shapeless:
         kind.ClearField("shape")
-    check_sizes(probe, outside, where=where, infer=infer, session=plain_session)
+    plain = partial(compile_model, exact=False, threads=1, where=where, optimize=False)
+    check_sizes(probe, outside, where=where, infer=infer, session=lambda part: plain(OnnxModel(part)))

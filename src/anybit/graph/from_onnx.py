@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -341,14 +342,16 @@ def _read_pass(node: NodeProto, new: Node, graph: Graph) -> bool:
     return True
 
 
+@dataclass(frozen=True)
 class _Given:
     """What is known of a node that hands values on."""
 
-    def __init__(
-        self, given: dict[str, Any], inputs: list[str], constants: Constants, rank: int, before: Shape, after: Shape
-    ) -> None:
-        self.attributes, self.inputs, self.constants = given, inputs, constants
-        self.rank, self.before, self.after = rank, before, after
+    attributes: dict[str, Any]
+    inputs: list[str]
+    constants: Constants
+    rank: int
+    before: Shape
+    after: Shape
 
     def constant(self, index: int) -> Array | None:
         """Return an input if it is a constant."""
@@ -357,11 +360,6 @@ class _Given:
     def dims(self, values: Any) -> list[int]:
         """Return dimensions counted from the front."""
         return [int(d) % max(self.rank, 1) for d in np.asarray(values).reshape(-1)]
-
-    @property
-    def spatial(self) -> Follow:
-        """All dimensions but batch and channels are changed."""
-        return except_for(range(2, max(self.rank, 2)))
 
 
 def _reduced(g: _Given) -> Follow | None:
@@ -395,10 +393,6 @@ def _gathered(g: _Given) -> Follow:
     return except_for([axis]) if index is not None and index.ndim == 1 else (lambda d: None)
 
 
-def _turned(g: _Given) -> Follow:
-    return permuted(g.attributes.get("perm", range(g.rank)[::-1]))
-
-
 def _expanded(g: _Given) -> Follow | None:
     by = len(g.after) - g.rank
     return (lambda d: (d + by, 1)) if g.after else None
@@ -407,8 +401,11 @@ def _expanded(g: _Given) -> Follow | None:
 _FOLLOW: dict[str, Callable[[_Given], Follow | None]] = {
     **dict.fromkeys(("Identity", "Dropout"), lambda g: stays),
     **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), lambda g: reshaped(g.before, g.after)),
-    "Transpose": _turned,
-    **dict.fromkeys(("MaxPool", "GlobalMaxPool", "AveragePool", "GlobalAveragePool", "Resize"), lambda g: g.spatial),
+    "Transpose": lambda g: permuted(g.attributes.get("perm", range(g.rank)[::-1])),
+    **dict.fromkeys(
+        ("MaxPool", "GlobalMaxPool", "AveragePool", "GlobalAveragePool", "Resize"),
+        lambda g: except_for(range(2, max(g.rank, 2))),
+    ),
     "ReduceMean": _reduced,
     "Slice": _sliced,
     "Gather": _gathered,
