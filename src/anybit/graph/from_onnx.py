@@ -12,20 +12,8 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper
 
-from anybit.graph.view import (
-    Array,
-    Follow,
-    Graph,
-    Node,
-    Norm,
-    Shape,
-    except_for,
-    permuted,
-    reduced,
-    reshaped,
-    saturation,
-    stays,
-)
+from anybit.graph import view
+from anybit.graph.view import Array, Follow, Graph, Node, Norm, Shape
 
 Constants = Mapping[str, Array]
 
@@ -245,7 +233,7 @@ def _function(node: NodeProto, new: Node, graph: Graph) -> bool:
         return False
     new.kind, new.inputs, new.function = "function", [node.input[0]], partial(_entry_by_entry, node, settings)
     new.fused, new.homogeneous = node.op_type in ("Relu", "Clip"), node.op_type in ("Relu", "LeakyRelu")
-    new.bounds = saturation(new.function)
+    new.bounds = view.saturation(new.function)
     new.name = "clamp" if node.op_type == "Clip" else new.name
     return True
 
@@ -366,7 +354,7 @@ def _reduced(g: _Given) -> Follow | None:
     axes = g.constant(1) if len(g.inputs) > 1 and g.inputs[1] else g.attributes.get("axes")
     if axes is None:
         return lambda d: None
-    return reduced(g.dims(axes), keep=bool(g.attributes.get("keepdims", 1)))
+    return view.reduced(g.dims(axes), keep=bool(g.attributes.get("keepdims", 1)))
 
 
 def _padded(g: _Given) -> Follow | None:
@@ -377,20 +365,20 @@ def _padded(g: _Given) -> Follow | None:
     if pads is None:
         return lambda d: None
     axes = g.dims(g.constant(3)) if len(g.inputs) > 3 and g.inputs[3] else list(range(len(pads) // 2))
-    return except_for(axes[i % len(axes)] for i, width in enumerate(pads) if width)
+    return view.except_for(axes[i % len(axes)] for i, width in enumerate(pads) if width)
 
 
 def _sliced(g: _Given) -> Follow:
     axes = g.constant(3)
-    return except_for(range(g.rank) if axes is None else g.dims(axes))
+    return view.except_for(range(g.rank) if axes is None else g.dims(axes))
 
 
 def _gathered(g: _Given) -> Follow:
     (axis,) = g.dims([g.attributes.get("axis", 0)])
     index = g.constant(1)
     if index is not None and index.ndim == 0:
-        return reduced([axis], keep=False)
-    return except_for([axis]) if index is not None and index.ndim == 1 else (lambda d: None)
+        return view.reduced([axis], keep=False)
+    return view.except_for([axis]) if index is not None and index.ndim == 1 else (lambda d: None)
 
 
 def _expanded(g: _Given) -> Follow | None:
@@ -399,17 +387,17 @@ def _expanded(g: _Given) -> Follow | None:
 
 
 _FOLLOW: dict[str, Callable[[_Given], Follow | None]] = {
-    **dict.fromkeys(("Identity", "Dropout"), lambda g: stays),
-    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), lambda g: reshaped(g.before, g.after)),
-    "Transpose": lambda g: permuted(g.attributes.get("perm", range(g.rank)[::-1])),
+    **dict.fromkeys(("Identity", "Dropout"), lambda g: view.stays),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), lambda g: view.reshaped(g.before, g.after)),
+    "Transpose": lambda g: view.permuted(g.attributes.get("perm", range(g.rank)[::-1])),
     **dict.fromkeys(
         ("MaxPool", "GlobalMaxPool", "AveragePool", "GlobalAveragePool", "Resize"),
-        lambda g: except_for(range(2, max(g.rank, 2))),
+        lambda g: view.except_for(range(2, max(g.rank, 2))),
     ),
     "ReduceMean": _reduced,
     "Slice": _sliced,
     "Gather": _gathered,
-    "Split": lambda g: except_for(g.dims([g.attributes.get("axis", 0)])),
+    "Split": lambda g: view.except_for(g.dims([g.attributes.get("axis", 0)])),
     "Expand": _expanded,
     "Pad": _padded,
     **dict.fromkeys(("Tile", "DepthToSpace", "SpaceToDepth"), lambda g: lambda d: None),

@@ -13,20 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
-from anybit.graph.view import (
-    Array,
-    Follow,
-    Graph,
-    Node,
-    Norm,
-    Shape,
-    except_for,
-    permuted,
-    reduced,
-    reshaped,
-    saturation,
-    stays,
-)
+from anybit.graph import view
+from anybit.graph.view import Array, Follow, Graph, Node, Norm, Shape
 
 aten = torch.ops.aten
 
@@ -189,7 +177,7 @@ def _read(module: fx.GraphModule, node: fx.Node, graph: Graph) -> Node:
     elif target in FUNCTIONS and len(inputs) == 1:
         new.kind, new.function = "function", _function(node)
         new.fused, new.homogeneous = target in FUSED, target in HOMOGENEOUS
-        new.bounds = saturation(new.function)
+        new.bounds = view.saturation(new.function)
     elif target is aten.layer_norm.default:
         _read_layer_norm(module, node, new)
     elif (follow := _follow(node)) is not None:
@@ -232,7 +220,7 @@ def _read_item(module: fx.GraphModule, node: fx.Node, new: Node) -> None:
         dim = source.args[2 if target is not aten.unbind.int else 1] if len(source.args) > 2 else 0
         dim = source.args[1] if target is aten.unbind.int and len(source.args) > 1 else dim
         place = _dim(dim, _rank(source.args[0]))
-        gone = reduced([place], keep=False) if target is aten.unbind.int else except_for([place])
+        gone = view.reduced([place], keep=False) if target is aten.unbind.int else view.except_for([place])
         new.kind, new.inputs, new.follow = "pass", [_value(source.args[0])], gone
     elif target is BATCH_NORM and index == 0:
         new.kind, new.inputs = "norm", [_value(source.args[0])]  # type: ignore[arg-type]
@@ -294,7 +282,7 @@ def _dim(d: Any, rank: int) -> int:
 
 
 def _spatial(count: int, rank: int) -> Follow:
-    return except_for(range(rank - count, rank))
+    return view.except_for(range(rank - count, rank))
 
 
 def _follow(node: fx.Node) -> Follow | None:
@@ -307,9 +295,9 @@ def _follow(node: fx.Node) -> Follow | None:
         return None
     rank = _rank(source)
     if target in SAME:
-        return stays if _rank(node) == rank else _shifted(_rank(node) - rank)
+        return view.stays if _rank(node) == rank else _shifted(_rank(node) - rank)
     if target in RESHAPING:
-        return reshaped(_shape(source.meta["val"]), _shape(node.meta["val"]))
+        return view.reshaped(_shape(source.meta["val"]), _shape(node.meta["val"]))
     if target in POOLING or target in AVERAGING:
         return _spatial((POOLING | AVERAGING)[target], rank)
     if target in MIXING:
@@ -328,28 +316,28 @@ def _swapped(args: Any, rank: int) -> Follow:
     order = list(range(rank))
     a, b = (_dim(d, rank) for d in args[:2])
     order[a], order[b] = order[b], order[a]
-    return permuted(order)
+    return view.permuted(order)
 
 
 def _moved(args: Any, rank: int) -> Follow:
     order = [d for d in range(rank) if d != _dim(args[0], rank)]
     order.insert(_dim(args[1], rank), _dim(args[0], rank))
-    return permuted(order)
+    return view.permuted(order)
 
 
 def _averaged(args: Any, rank: int) -> Follow | None:
     if not args or not args[0]:  # all of them
         return lambda d: None
-    return reduced([_dim(d, rank) for d in args[0]], keep=bool(len(args) > 1 and args[1]))
+    return view.reduced([_dim(d, rank) for d in args[0]], keep=bool(len(args) > 1 and args[1]))
 
 
 _TURNS: dict[object, Callable[[Any, int], Follow | None]] = {
-    aten.permute.default: lambda args, rank: permuted(_dim(d, rank) for d in args[0]),
+    aten.permute.default: lambda args, rank: view.permuted(_dim(d, rank) for d in args[0]),
     aten.transpose.int: _swapped,
-    aten.t.default: lambda args, rank: permuted(range(rank)[::-1]),
+    aten.t.default: lambda args, rank: view.permuted(range(rank)[::-1]),
     aten.movedim.int: _moved,
-    aten.slice.Tensor: lambda args, rank: except_for([_dim(args[0] if args else 0, rank)]),
-    aten.select.int: lambda args, rank: reduced([_dim(args[0], rank)], keep=False),
+    aten.slice.Tensor: lambda args, rank: view.except_for([_dim(args[0] if args else 0, rank)]),
+    aten.select.int: lambda args, rank: view.reduced([_dim(args[0], rank)], keep=False),
     aten.mean.dim: _averaged,
     aten.amax.default: _averaged,
     aten.amin.default: _averaged,
@@ -366,7 +354,7 @@ def _padding(node: fx.Node, rank: int) -> Follow | None:
         value = node.args[3] if len(node.args) > 3 else None
         zeros = mode != "constant" or value is None or value == 0
     padded = [rank - 1 - i // 2 for i, width in enumerate(widths) if not isinstance(width, int) or width]
-    return except_for(padded) if zeros else None
+    return view.except_for(padded) if zeros else None
 
 
 def values_of(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
