@@ -20,11 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.objectives.activations import Function, spellings
+from anybit.objectives.activations import Arguments, Function, Named, spellings
 from anybit.objectives.chunks import gated, signs
-
-Arguments = tuple[Any, ...]
-Named = dict[str, Any]
 
 
 class Kink(NamedTuple):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from anybit.errors import PenaltyError
-from anybit.objectives.activations import ACTIVATIONS, Function, with_graph
+from anybit.objectives.activations import ACTIVATIONS, Arguments, Function, Mode, Named, with_graph
 from anybit.objectives.checkpointing import CallOrder
 from anybit.objectives.chunks import l1_norm, signs_and_l1, wide_format
 from anybit.objectives.kinks import KINKS, RECTIFIED, gate
@@ -79,7 +78,7 @@ class Call:
         self.output: Operand | None = None
 
 
-class Watch(TorchFunctionMode, ABC):
+class Watch(Mode):
     """Sees every watched call of a closure in order, and knows a recomputed one from a new one.
 
     `short` is a format with too few digits for a finite difference, if the closure computes in one.
@@ -94,10 +93,8 @@ class Watch(TorchFunctionMode, ABC):
         """Watch, or do not."""
         return self if wanted else contextlib.nullcontext()
 
-    def __torch_function__(
-        self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Function, args: Arguments, kwargs: Named) -> Any:
+        """Run the function, as one that matters or plainly."""
         if torch.is_grad_enabled() and (func in KINKS or func in ACTIVATIONS):
             out = self.watched(func, args, kwargs)
         else:
@@ -107,7 +104,7 @@ class Watch(TorchFunctionMode, ABC):
         return out
 
     @abstractmethod
-    def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watched(self, func: Function, args: Arguments, kwargs: Named) -> Any:
         """Run a function that matters."""
 
 
@@ -124,7 +121,7 @@ class FirstPass(Watch):
         """The activation outputs that the loss depends on, in the order of the calls."""
         return [call.output for call in self.calls if call.output is not None and call.output.norm is not None]
 
-    def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watched(self, func: Function, args: Arguments, kwargs: Named) -> Any:
         """Run the function, note its pieces, and hook its output."""
         if self.order.recomputing():
             return func(*args, **kwargs)
@@ -147,7 +144,7 @@ class SecondPass(Watch):
         super().__init__()
         self.calls, self.factors = first.calls, factors
 
-    def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watched(self, func: Function, args: Arguments, kwargs: Named) -> Any:
         """Run the function on its recorded pieces, then shift its output."""
         call = self._next(func)
         kink = KINKS[func] if call.memo is not None else None

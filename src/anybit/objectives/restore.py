@@ -12,16 +12,14 @@ from torch import Tensor, nn
 
 def random_state() -> tuple[Tensor, list[Tensor]]:
     """Return the state of every random number generator that a model draws from: the CPU's and each accelerator's."""
-    module = _accelerator()
-    return torch.get_rng_state(), [] if module is None else [module.get_rng_state(*d) for d in _devices(module)]
+    return torch.get_rng_state(), [module.get_rng_state(*device) for module, device in _accelerators()]
 
 
 def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
     """Put every generator where it was."""
     torch.set_rng_state(state[0])
-    if state[1] and (module := _accelerator()) is not None:
-        for device, value in zip(_devices(module), state[1], strict=True):
-            module.set_rng_state(value, *device)
+    for value, (module, device) in zip(state[1], _accelerators() if state[1] else (), strict=False):
+        module.set_rng_state(value, *device)
 
 
 @contextlib.contextmanager
@@ -34,17 +32,15 @@ def random_kept() -> Iterator[None]:
         set_random_state(state)
 
 
-def _accelerator() -> Any:
-    """Return PyTorch's module for the accelerator (`torch.cuda` and its like), if one is in use."""
-    if not torch.accelerator.is_available():
-        return None
-    module = torch.get_device_module()
-    return module if getattr(module, "is_initialized", lambda: True)() else None
+def _accelerators() -> list[tuple[Any, tuple[int, ...]]]:
+    """Return PyTorch's module for the accelerator in use (`torch.cuda` and its like) with what names each device.
 
-
-def _devices(module: Any) -> list[tuple[int, ...]]:
-    """Return the arguments that name each device; Apple's module has one device and takes none."""
-    return [()] if module.__name__ == "torch.mps" else [(index,) for index in range(module.device_count())]
+    Apple's module has one device and takes no name.
+    """
+    module = torch.get_device_module() if torch.accelerator.is_available() else None
+    if module is None or not getattr(module, "is_initialized", lambda: True)():
+        return []
+    return [(module, ())] if module.__name__ == "torch.mps" else [(module, (i,)) for i in range(module.device_count())]
 
 
 @contextlib.contextmanager
