@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
 from typing import Any, Literal
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from anybit.errors import CaptureError, SpecError
-from anybit.graph.from_torch import FRESH, read_torch, values_of
+from anybit.graph.from_torch import FRESH, attribute, read_torch, values_of
 from anybit.graph.view import Graph
 from anybit.plan.build import Built, Interval, Settings, build, check_ranges, joined, with_inputs
 from anybit.plan.observe import Calibration
@@ -123,7 +122,7 @@ def apply_changes(body: fx.GraphModule, graph: Graph) -> None:
         if bias in graph.changed and bias is not None:
             with body.graph.inserting_before(node.origin):
                 inner = body.graph.get_attr(bias)
-            inner.meta["val"] = getattr(body.get_submodule(bias.rpartition(".")[0]), bias.rpartition(".")[2])
+            inner.meta["val"] = attribute(body, bias)
             node.origin.args = (*node.origin.args[:2], inner, *node.origin.args[3:])
     body.graph.eliminate_dead_code()
 
@@ -138,7 +137,7 @@ def splice(body: fx.GraphModule, graph: Graph, built: Built) -> None:
     for index, point in enumerate(built.plan.points):
         place = built.places[point.name]
         if point.kind == "weight":
-            tensor = _attribute(body, place)
+            tensor = _finite(body, place)
             parts[point.name] = Weight(point, tensor)  # type: ignore[arg-type]
             for node in holders[place]:
                 _replace(body, node, f"weight_{index}", parts[point.name], (), list(node.users))
@@ -149,7 +148,7 @@ def splice(body: fx.GraphModule, graph: Graph, built: Built) -> None:
     shared: dict[int, nn.Parameter] = {}
     for index, bias in enumerate(built.plan.biases):
         layer = built.layers[bias.name].origin
-        tensor = _attribute(body, built.places[bias.name])
+        tensor = _finite(body, built.places[bias.name])
         own = shared.setdefault(id(tensor), nn.Parameter(tensor.detach().clone(), tensor.requires_grad))
         module = Bias(bias, own, parts[bias.weight], parts.get(bias.input))
         _replace(body, layer.args[2], f"bias_{index}", module, (), [layer])
@@ -177,10 +176,8 @@ def _replace(
         user.replace_input_with(node, inner)
 
 
-def _attribute(body: fx.GraphModule, target: str) -> Tensor:
-    owner, _, name = target.rpartition(".")
-    value = getattr(body.get_submodule(owner), name)
-    assert isinstance(value, Tensor)
+def _finite(body: fx.GraphModule, target: str) -> Tensor:
+    value = attribute(body, target)
     if not bool(torch.isfinite(value).all()):
         raise SpecError(f"{target} has infinite or NaN entries; a network with such weights cannot be quantized")
     return value
@@ -206,29 +203,23 @@ def _calibrated(network: QuantizedNetwork, watch: Calibration, loader: Iterable[
 
     The loader yields inputs, or pairs of inputs and targets; inputs are a tensor, a tuple of them, or a dict by name.
     """
+    from anybit.common.bars import progress_bars
+
     watched = [m for n, m in executors(network.body).items() if n in watch.observers]
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     for module in watched:
         module.calibration = watch
     try:
-        for batch in _shown(loader):
-            args, kwargs = call_arguments(batch[0] if isinstance(batch, tuple | list) else batch)
-            network(*moved_to(device, args), **moved_to(device, kwargs))
+        with progress_bars() as start:
+            advance = start("calibrating", len(loader) if isinstance(loader, Sized) else 0)
+            for batch in loader:
+                args, kwargs = call_arguments(batch[0] if isinstance(batch, tuple | list) else batch)
+                network(*moved_to(device, args), **moved_to(device, kwargs))
+                advance(1)
     finally:
         for module in watched:
             module.calibration = None
     return watch.done()
-
-
-def _shown(loader: Iterable[Any]) -> Iterable[Any]:
-    """Return the loader with a progress bar around it, where somebody can see it."""
-    if not sys.stderr.isatty():
-        return loader
-    from rich.console import Console
-    from rich.progress import track
-
-    total = len(loader) if isinstance(loader, Sized) else None
-    return track(loader, "calibrating", total=total, console=Console(stderr=True), transient=True)
 
 
 @torch.no_grad()
