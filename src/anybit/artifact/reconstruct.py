@@ -29,7 +29,7 @@ from anybit.plan.grid import Grid, dequantize, make_grid, quantize
 from anybit.plan.numbers import Kept, Numbers
 from anybit.plan.points import Activation, Bias, Plan, Weight, Widths
 from anybit.plan.reconstruct import Seen, grouped, round_weight
-from anybit.spec import FLOAT, Bits, Range
+from anybit.spec import FLOAT, Bits, Range, widths_of
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Array]
@@ -67,7 +67,7 @@ class Network(Protocol):
 def reconstruct(
     network: Network | str | Path,
     inputs: Iterable[Any],
-    widths: Sequence[Bits | tuple[int, int]],
+    widths: Sequence[Bits | str | tuple[int, int]],
     *,
     out: str | Path | None = None,
 ) -> Plan:
@@ -81,10 +81,11 @@ def reconstruct(
         network: What `anybit.prepare` returned, whose plan is replaced; or the path of a master.
         inputs: Batches of inputs as for calibration, 64 to 512 inputs in all, without labels (those of pairs are not
             looked at).
-        widths: Pairs (weights, activations). Of several with the same weights the first decides how these are rounded.
+        widths: Pairs (weights, activations), or texts such as "W4A8". Of several with the same weights the first
+            decides how these are rounded.
         out: Where to write the master, if `network` is one; by default it is replaced.
     """
-    chosen = [pair if isinstance(pair, Bits) else Bits(*pair) for pair in widths]
+    chosen = widths_of(widths) if widths else []
     if not chosen or any(pair.weights == FLOAT for pair in chosen):
         raise SpecError("reconstruction is for widths of 2 to 16 bits for weights; give pairs as in widths=[(4, 8)]")
     if not isinstance(network, str | Path):
@@ -100,8 +101,12 @@ def reconstruct(
 def reconstructed(master: Master, inputs: Iterable[Any], widths: Sequence[Bits]) -> Plan:
     """Return the plan of a master with what these widths have of their own."""
     feeds = list(feeds_of(master, inputs))
-    layers = layers_of(master)
     plan = master.plan
+    for point in plan.weights:
+        if not point.shape:  # a master of an earlier version does not tell it
+            plan = _with(plan, replace(point, shape=master.weights[point.name].shape))
+    master = replace(master, header=replace(master.header, plan=plan))
+    layers = layers_of(master)
     with progress_bars() as start:
         for bits in widths:
             advance = start(f"reconstructing {bits}", len(layers))
