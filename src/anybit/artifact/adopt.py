@@ -19,11 +19,13 @@ from anybit.artifact.coverage import coverage, table_rows
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import STORES, Header
 from anybit.artifact.inputs import inputs_of
+from anybit.artifact.layers import apart
 from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
 from anybit.artifact.runtime import TYPES, compile_model, run_in_time, time_limit
+from anybit.artifact.widen import MOST_INPUTS, widened
 from anybit.common.provenance import origin
 from anybit.errors import DataError, FileError, SpecError
 from anybit.graph.from_onnx import read_onnx
@@ -83,25 +85,28 @@ def adopt(
         helpers=helpers,
     )  # fmt: skip
     model = read_model_file(Path(path))
-    first: list[Feed] = []
+    some: list[Feed] = []
     if calibration is not None:
-        calibration = _remembered(calibration, first)
+        calibration = _remembered(calibration, some)
     fed = {} if preprocessing is None else _fed_intervals(model, preprocessing)
-    plan = plan_for(model, settings, calibration, input_range, fed=fed, where=str(path))
-    found = coverage(model, plan, first[0] if first else None, where=str(path))
+    plan, joined_points = plan_for(model, settings, calibration, input_range, fed=fed, where=str(path))
+    if some and settings.sensitive != "same":
+        plan = widened(apart(model, plan, Path(path)), joined_points, some)
+    found = coverage(model, plan, some[0] if some else None, where=str(path))
     if not found.weights:
         raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan)}; nothing was written")
     known = {"adopted_from": Path(path).name, "origin": origin(), "quantized": found.to_dict()}
-    known |= {"shapes": {name: list(np.shape(x)) for name, x in first[0].items()}} if first else {}
+    known |= {"shapes": {name: list(np.shape(x)) for name, x in some[0].items()}} if some else {}
     known |= {**(about or {}), **(preprocessing.to_about() if preprocessing else {})}
     write_master(out, model, Header(plan, store, known))
     return plan
 
 
-def _remembered(feeds: Iterable[Feed], first: list[Feed]) -> Iterator[Feed]:
-    """Hand on inputs, and keep the first one."""
+def _remembered(feeds: Iterable[Feed], some: list[Feed]) -> Iterator[Feed]:
+    """Hand on inputs, and keep the first few."""
     for feed in feeds:
-        first[:] = first or [feed]
+        if len(some) < MOST_INPUTS:
+            some.append(feed)
         yield feed
 
 
@@ -113,8 +118,11 @@ def plan_for(
     *,
     fed: Mapping[str, Interval] | None = None,
     where: str,
-) -> Plan:
-    """Return the plan of a model, which changes with folding and equalizing; `fed` is where made-up inputs lie."""
+) -> tuple[Plan, list[list[str]]]:
+    """Return the plan of a model, which changes with folding and equalizing, and the points that share their grid.
+
+    `fed` is where made-up inputs lie.
+    """
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
     built = build(graph, settings)
     apply_changes(model, graph, built)
@@ -129,7 +137,7 @@ def plan_for(
             plan = _calibrated(
                 model, watch, None, ids=table_rows(model), interval={**(fed or {}), **_intervals(plan)}, where=where
             )
-    return joined(plan, built.joined)
+    return joined(plan, built.joined), built.joined
 
 
 def _why_none(plan: Plan) -> str:

@@ -74,8 +74,8 @@ def coverage(model: OnnxModel, plan: Plan, feed: Mapping[str, Array] | None, *, 
         reasons[_why(users.get(name, []))] += sizes[name]
     rounded = sum(size for name, size in sizes.items() if name in places)
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
-    nodes = [node for node in graph.nodes if node.kind in PRODUCTS and node.kind != "inside"]
-    counts = _counted(model, nodes, feed, where=where)
+    nodes = products(graph)
+    counts = counted(model, nodes, feed, where=where)
     all_of_them = sum(counts.values())
     done = sum(count for node, count in counts.items() if _is_quantized(graph, node, plan))
     floored = {weight.place for weight in plan.weights if weight.floor > NARROWEST}
@@ -86,6 +86,11 @@ def coverage(model: OnnxModel, plan: Plan, feed: Mapping[str, Array] | None, *, 
         wide / all_of_them if all_of_them else None,
         tuple((reason, size / total) for reason, size in reasons.most_common()),
     )
+
+
+def products(graph: Graph) -> list[Node]:
+    """Return the products whose multiplications can be counted from outside."""
+    return [node for node in graph.nodes if node.kind in PRODUCTS and node.kind != "inside"]
 
 
 def _users(model: OnnxModel) -> dict[str, list[str]]:
@@ -116,7 +121,7 @@ def _is_quantized(graph: Graph, node: Node, plan: Plan) -> bool:
     return all(source in (weights if source in graph.constants else ranged) for source in sources)
 
 
-def _counted(
+def counted(
     model: OnnxModel, nodes: Sequence[Node], feed: Mapping[str, Array] | None, *, where: str
 ) -> dict[Node, int]:
     """Return how many multiplications each product takes, or nothing where no input runs."""

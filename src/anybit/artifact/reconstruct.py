@@ -134,23 +134,26 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, tuple | list) else [given]
 
 
-def runner(master: Master, plan: Plan, widths: Widths, names: Sequence[str]) -> Callable[[Feed], dict[str, Array]]:
+def runner(
+    master: Master, plan: Plan, widths: Widths, names: Sequence[str], kept: Kept | None = None
+) -> Callable[[Feed], dict[str, Array]]:
     """Return what runs a master with these widths, no further than it must, and gives the values that are named."""
-    numbers = Numbers(plan, widths, master.tensors, Kept(2**28))
+    numbers = Numbers(plan, widths, master.tensors, Kept(2**28) if kept is None else kept)
     model, exact = quantized_graph(replace(master, header=replace(master.header, plan=plan)), numbers, packed=False)
     inner = [name for name in names if name not in master.inputs]
+    ends = {value.name: value for value in model.graph.output}
+    wanted = [ends.get(name) or helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inner]
     del model.graph.output[:]
-    for name in inner:
-        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    model.graph.output.extend(wanted)
     engine = compile_model(model, exact=exact, threads=None, where=str(master.path)) if inner else None
 
     def run(feed: Feed) -> dict[str, Array]:
         values = {name: feed[name] for name in names if name in feed}
         if engine is None:
             return values
-        wanted = {value.name for value in engine.get_inputs()}
+        taken = {value.name for value in engine.get_inputs()}
         try:
-            found = engine.run(inner, {name: x for name, x in feed.items() if name in wanted})
+            found = engine.run(inner, {name: x for name, x in feed.items() if name in taken})
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
             reason = " ".join(str(error).split())[:200]
             raise DataError(f"{master.path}: an input cannot be run ({reason})") from error
