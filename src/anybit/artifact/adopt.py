@@ -7,7 +7,7 @@ to its view, and run for calibration.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
 from anybit.artifact.runtime import TYPES, compile_model, run_in_time, time_limit
-from anybit.artifact.widen import MOST_INPUTS, widened
+from anybit.artifact.widen import remembered, widened
 from anybit.common.provenance import origin
 from anybit.errors import DataError, FileError, SpecError
 from anybit.graph.from_onnx import read_onnx
@@ -69,7 +69,9 @@ def adopt(
             a symmetric grid half of the codes would be wasted.
         per_channel: One scale per output channel of a weight, without which some networks go dead at 8 bits.
         sigmas: How many standard deviations around the mean a range from batch norm covers.
-        sensitive: How layers that few bits hurt most are treated: "8-bit", "same" or "float".
+        sensitive: How layers that few bits hurt most are treated: "measured", "8-bit", "same" or "float". The default
+            is "measured": 8 bits or more for the usual ones, and with calibration inputs also more bits for the points
+            that cost the outputs most, for at most a tenth of the multiplications; the plan says which.
         helpers: What to do for accuracy without data: "equalize", "bias", "sums", "clip", or "all".
         store: How weights are stored: "fp32", "fp16" or "int8".
         preprocessing: How pictures become inputs; stored in the master, so that `anybit run` and others feed them so.
@@ -80,6 +82,8 @@ def adopt(
     """
     if store not in STORES:
         raise SpecError(f"store must be one of {', '.join(STORES)}; got {store!r}")
+    if preset == "default":
+        sensitive = sensitive or "measured"
     settings = Settings.of(
         preset, method=method, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas, sensitive=sensitive,
         helpers=helpers,
@@ -87,11 +91,11 @@ def adopt(
     model = read_model_file(Path(path))
     some: list[Feed] = []
     if calibration is not None:
-        calibration = _remembered(calibration, some)
+        calibration = remembered(calibration, some)
     fed = {} if preprocessing is None else _fed_intervals(model, preprocessing)
-    plan, joined_points = plan_for(model, settings, calibration, input_range, fed=fed, where=str(path))
-    if some and settings.sensitive != "same":
-        plan = widened(apart(model, plan, Path(path)), joined_points, some)
+    plan, together = plan_for(model, settings, calibration, input_range, fed=fed, where=str(path))
+    if some and settings.sensitive == "measured":
+        plan = widened(apart(model, plan, Path(path)), together, some)
     found = coverage(model, plan, some[0] if some else None, where=str(path))
     if not found.weights:
         raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan)}; nothing was written")
@@ -100,14 +104,6 @@ def adopt(
     known |= {**(about or {}), **(preprocessing.to_about() if preprocessing else {})}
     write_master(out, model, Header(plan, store, known))
     return plan
-
-
-def _remembered(feeds: Iterable[Feed], some: list[Feed]) -> Iterator[Feed]:
-    """Hand on inputs, and keep the first few."""
-    for feed in feeds:
-        if len(some) < MOST_INPUTS:
-            some.append(feed)
-        yield feed
 
 
 def plan_for(

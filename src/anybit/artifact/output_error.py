@@ -88,8 +88,8 @@ def relative_errors(exact: list[Array], found: list[Array]) -> list[float]:
 
     Of whole numbers those that differ count; of an answer that became longer or shorter, all of it.
 
-    >>> relative_errors([np.array([1.0, -1.0]), np.array([1, 2, 3, 4])], [np.array([1.0, -2.0]), np.array([1, 2, 3, 5])])
-    [0.5, 0.25]
+    >>> relative_errors([np.array([1.0, -1.0]), np.array([1, 2])], [np.array([1.0, -2.0]), np.array([1, 3])])
+    [0.5, 0.5]
     """
     errors = []
     for want, got in zip(exact, found, strict=True):

@@ -109,7 +109,7 @@ def reconstructed(master: Master, inputs: Iterable[Any], widths: Sequence[Bits])
     return plan
 
 
-def feeds_of(master: Master, inputs: Iterable[Any]) -> Iterator[dict[str, Array]]:
+def feeds_of(master: Master, inputs: Iterable[Any], most: int = BATCH) -> Iterator[dict[str, Array]]:
     """Yield inputs by name, a few at a time where the network leaves their number free."""
     kinds = {value.name: value.type.tensor_type for value in master.graph.graph.input}
     free = all(len(k.shape.dim) > 0 and not k.shape.dim[0].HasField("dim_value") for k in kinds.values())
@@ -124,8 +124,8 @@ def feeds_of(master: Master, inputs: Iterable[Any]) -> Iterator[dict[str, Array]
         }
         seen = True
         count = len(next(iter(arrays.values()))) if free else 1
-        for begin in range(0, count, BATCH):
-            yield {name: x[begin : begin + BATCH] if free else x for name, x in arrays.items()}
+        for begin in range(0, count, most):
+            yield {name: x[begin : begin + most] if free else x for name, x in arrays.items()}
     if not seen:
         raise DataError("reconstruction saw no data; at least one batch of inputs is expected")
 

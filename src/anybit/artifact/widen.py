@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from anybit.artifact.coverage import counted, products
 from anybit.artifact.layers import complete
 from anybit.artifact.master import Master
 from anybit.artifact.output_error import outputs_at, relative_errors
+from anybit.errors import DataError
 from anybit.graph.from_onnx import read_onnx
 from anybit.plan.numbers import Kept
 from anybit.plan.points import Plan, Widths
@@ -22,9 +24,10 @@ from anybit.spec import FLOAT, WIDEST, Bits
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Array]
+T = TypeVar("T")
 
-MOST_INPUTS = 4
-"""How many inputs are run, at most."""
+SEEN, MOST_INPUTS = 16, 4
+"""From how many inputs those that are run are taken, and how many these are, at most."""
 WORK = 5e10
 """How many multiplications all runs may take together, if one input each is less: a minute or so."""
 FINE = 1e-4
@@ -32,6 +35,19 @@ FINE = 1e-4
 
 STEPS = ((Bits(8, 8), WIDEST), (Bits(4, FLOAT), 8))
 """Widths at which points are looked at, and the width that those which cost most there never go below."""
+
+
+def remembered(inputs: Iterable[T], some: list[T]) -> Iterator[T]:
+    """Hand on inputs, and keep the first few.
+
+    >>> some: list[int] = []
+    >>> sum(remembered(range(100), some)), len(some)
+    (4950, 16)
+    """
+    for given in inputs:
+        if len(some) < SEEN:
+            some.append(given)
+        yield given
 
 
 def widened(master: Master, joined: Sequence[Sequence[str]], feeds: Sequence[Feed]) -> Plan:
@@ -58,7 +74,10 @@ def widened(master: Master, joined: Sequence[Sequence[str]], feeds: Sequence[Fee
         for unit in units_of(graph, master.plan, joined, counts)
         if sum(sizes[output] for output in unit.products) <= SHARE * total
     ]
-    return _Widening(master, some, sizes).run(units)
+    look = _Widening(master, some, sizes)
+    with contextlib.suppress(DataError):  # a network that does not run at some width keeps the plan that it has
+        look.run(units)
+    return look.master.plan
 
 
 class _Widening:
@@ -68,18 +87,18 @@ class _Widening:
         self.master, self.feeds, self.sizes = master, feeds, sizes
         self.plain = dict.fromkeys((point.name for point in master.plan.points), FLOAT)
         self.kept = Kept(2**28)
-        self.exact = outputs_at(master, feeds, self.plain, self.kept)
+        self.exact: list[Array] = []
         self.taken: set[str] = set()
 
-    def run(self, units: Sequence[Unit]) -> Plan:
-        """Look at one width after the other, and return the plan."""
+    def run(self, units: Sequence[Unit]) -> None:
+        """Look at one width after the other."""
+        self.exact = outputs_at(self.master, self.feeds, self.plain, self.kept)
         for bits, floor in STEPS:
             widths = self.master.plan.widths(bits)
             before = self._errors(widths)
             if max(before) > FINE:
                 narrow = [unit for unit in units if any(widths[name] == bits.weights for name in unit.names)]
                 self._step(narrow, floor, bits, before)
-        return self.master.plan
 
     def _step(self, units: Sequence[Unit], floor: int, bits: Bits, before: Sequence[float]) -> None:
         """Give the units that cost most at a width another floor, if that makes the error smaller."""

@@ -62,7 +62,7 @@ def adopt(
         str | None, typer.Option(help="How inputs set a range: mse, min-max or percentile.", rich_help_panel=SETTINGS)
     ] = None,
     sensitive: Annotated[
-        str | None, typer.Option(help="Sensitive layers: 8-bit, same or float.", rich_help_panel=SETTINGS)
+        str | None, typer.Option(help="Sensitive layers: measured, 8-bit, same or float.", rich_help_panel=SETTINGS)
     ] = None,
     helpers: Annotated[
         str | None,
