@@ -70,8 +70,8 @@ def adopt(
         per_channel: One scale per output channel of a weight, without which some networks go dead at 8 bits.
         sigmas: How many standard deviations around the mean a range from batch norm covers.
         sensitive: How layers that few bits hurt most are treated: "measured", "8-bit", "same" or "float". The default
-            is "measured": 8 bits or more for the usual ones, and with calibration inputs also more bits for the points
-            that cost the outputs most, for at most a tenth of the multiplications; the plan says which.
+            is "measured": 8 bits or more for the usual ones, and more bits for the points that cost the outputs most
+            over a few of the inputs, for at most a tenth of the multiplications; the plan says which.
         helpers: What to do for accuracy without data: "equalize", "bias", "sums", "clip", or "all".
         store: How weights are stored: "fp32", "fp16" or "int8".
         preprocessing: How pictures become inputs; stored in the master, so that `anybit run` and others feed them so.
@@ -90,17 +90,15 @@ def adopt(
     )  # fmt: skip
     model = read_model_file(Path(path))
     some: list[Feed] = []
-    if calibration is not None:
-        calibration = remembered(calibration, some)
     fed = {} if preprocessing is None else _fed_intervals(model, preprocessing)
-    plan, together = plan_for(model, settings, calibration, input_range, fed=fed, where=str(path))
+    plan, together = plan_for(model, settings, calibration, input_range, some, fed=fed, where=str(path))
     if some and settings.sensitive == "measured":
         plan = widened(apart(model, plan, Path(path)), together, some)
     found = coverage(model, plan, some[0] if some else None, where=str(path))
     if not found.weights:
         raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan)}; nothing was written")
     known = {"adopted_from": Path(path).name, "origin": origin(), "quantized": found.to_dict()}
-    known |= {"shapes": {name: list(np.shape(x)) for name, x in some[0].items()}} if some else {}
+    known |= {"shapes": {name: list(np.shape(x)) for name, x in some[0].items()}} if calibration is not None else {}
     known |= {**(about or {}), **(preprocessing.to_about() if preprocessing else {})}
     write_master(out, model, Header(plan, store, known))
     return plan
@@ -111,13 +109,14 @@ def plan_for(
     settings: Settings,
     calibration: Iterable[Feed] | None,
     input_range: Interval | Mapping[str, Interval] | None,
+    some: list[Feed],
     *,
     fed: Mapping[str, Interval] | None = None,
     where: str,
 ) -> tuple[Plan, list[list[str]]]:
     """Return the plan of a model, which changes with folding and equalizing, and the points that share their grid.
 
-    `fed` is where made-up inputs lie.
+    `some` gets a few of the inputs that were run; `fed` is where made-up ones lie.
     """
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
     built = build(graph, settings)
@@ -126,13 +125,12 @@ def plan_for(
     if not plan.weights:
         raise FileError(f"{where}: has no weight that could be quantized; {_why_none(plan)}")
     if calibration is not None:
-        plan = _calibrated(model, Calibration(plan, settings.method), calibration, where=where)
+        plan = _calibrated(model, Calibration(plan, settings.method), calibration, some, where=where)
     else:
         watch = Calibration(plan, settings.method, made_up=True)
         with contextlib.suppress(DataError):  # nothing that was made up runs: what is unknown stays in floating point
-            plan = _calibrated(
-                model, watch, None, ids=table_rows(model), interval={**(fed or {}), **_intervals(plan)}, where=where
-            )
+            ids, interval = table_rows(model), {**(fed or {}), **_intervals(plan)}
+            plan = _calibrated(model, watch, None, some, ids=ids, interval=interval, where=where)
     return joined(plan, built.joined), built.joined
 
 
@@ -207,6 +205,7 @@ def _calibrated(
     model: OnnxModel,
     watch: Calibration,
     feeds: Iterable[Feed] | None,
+    some: list[Feed],
     *,
     ids: int = 0,
     interval: Mapping[str, Interval] | None = None,
@@ -225,7 +224,7 @@ def _calibrated(
         feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, where=where)
     wanted = [value for value in engine.get_inputs() if value.type in TYPES]
     seen = False
-    for feed in feeds:
+    for feed in remembered(feeds, some):
         try:
             values: Feed = {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted}
             found = run_in_time(engine, list(places), values, time_limit())
