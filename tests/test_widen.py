@@ -60,8 +60,8 @@ def test_what_costs_most_gets_more_bits_and_the_error_falls(tmp_path: Path) -> N
 
 def test_the_same_points_every_time_and_none_for_the_paper(tmp_path: Path) -> None:
     plain, feeds = bottleneck(tmp_path)
-    for given in (feeds, None):  # made-up inputs tell it too
-        plans = [anybit.adopt(plain, tmp_path / f"{i}.onnx", calibration=given) for i in range(2)]
+    for inputs in (feeds, None):  # made-up inputs tell it too
+        plans = [anybit.adopt(plain, tmp_path / f"{i}.onnx", calibration=inputs) for i in range(2)]
         assert plans[0] == plans[1]
         assert measured(plans[0])
     assert measured(anybit.adopt(plain, tmp_path / "paper.onnx", preset="paper", calibration=feeds)) == []
