@@ -98,9 +98,8 @@ def adopt(
     if not found.weights:
         raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan)}; nothing was written")
     known = {"adopted_from": Path(path).name, "origin": origin(), "quantized": found.to_dict()}
-    known |= (
-        {"shapes": {name: list(np.shape(x)) for name, x in some[0].items()}} if some and calibration is not None else {}
-    )
+    if some and calibration is not None:
+        known["shapes"] = {name: list(np.shape(x)) for name, x in some[0].items()}
     known |= {**(about or {}), **(preprocessing.to_about() if preprocessing else {})}
     write_master(out, model, Header(plan, store, known))
     return plan
