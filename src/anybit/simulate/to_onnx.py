@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from anybit.artifact.header import Header
+from anybit.artifact.layers import apart
 from anybit.artifact.master import Master, write_master
 from anybit.artifact.model import LARGE, OnnxModel, location
 from anybit.common.provenance import origin
@@ -68,12 +69,7 @@ def save(net: QuantizedNetwork, path: str | Path, *, store: str = "fp32", about:
 
 def as_master(net: QuantizedNetwork) -> Master:
     """Return the network as a master that is nowhere on disk."""
-    model = translate(net)
-    held = {tensor.name: tensor for tensor in model.graph.initializer}
-    places = {weight.place: weight.name for weight in net.plan.weights}
-    weights = {name: model.array(held[place]).astype("float32") for place, name in places.items()}
-    model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name not in places])
-    return Master(Path("the network"), Header(net.plan), model, weights)
+    return apart(translate(net), net.plan, Path("the network"))
 
 
 def translate(net: QuantizedNetwork) -> OnnxModel:
