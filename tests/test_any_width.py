@@ -228,20 +228,21 @@ class Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
         codes = torch.round(x / scale)
-        ctx.save_for_backward((codes >= low) & (codes <= high))
+        ctx.save_for_backward((codes >= low) & (codes <= high), codes.clamp(low, high) - x / scale)
         return codes.clamp(low, high) * scale
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad * ctx.saved_tensors[0], None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        inside, error = ctx.saved_tensors  # a wider bin moves each value by its code, and what is inside stays put
+        return grad * inside, (grad * error).sum(), None, None
 
 
 def by_hand(model: Net, x: Tensor, bits: int) -> Tensor:
     """The quantized network of the paper's preset, written down: fold, round the weights, round the activations."""
 
     def weight(w: Tensor) -> tuple[Tensor, Tensor]:
-        scale = w.detach().abs().max() / (2 ** (bits - 1) - 1)
-        return Rounded.apply(w, scale, -(2 ** (bits - 1)) + 1, 2 ** (bits - 1) - 1), scale
+        scale = w.abs().max() / (2 ** (bits - 1) - 1)
+        return Rounded.apply(w, scale, -(2 ** (bits - 1)) + 1, 2 ** (bits - 1) - 1), scale.detach()
 
     def fold(layer: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
         factor = norm.weight / torch.sqrt(norm.running_var + norm.eps)

@@ -103,6 +103,9 @@ class Live:
         splice(self.body, graph, built)
         _fuse(self.body)
         self._parts = executors(self.body)
+        for part in self._parts.values():
+            if isinstance(part, Weight):
+                part.stretches = True
         self._shells = _emptied(self.body, self._places)
         self.body.train()
         self.variants = [Variant(s, built.plan, {}, {}) for s in settings]
