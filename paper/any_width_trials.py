@@ -29,6 +29,7 @@ from anybit.objectives.any_width import WIDTHS, AnyWidth
 from anybit.objectives.base import Penalty, Sum
 from anybit.objectives.gradient import GradientPenalty
 from anybit.objectives.kurtosis import KurtosisPenalty
+from anybit.simulate.modules import executors
 from anybit.simulate.prepare import prepare
 from anybit.task.checkpoint import load_model
 from anybit.train.schedule import learning_rate
@@ -51,9 +52,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], ...]]] = {
 Make = Callable[[nn.Module, Tensor], Penalty | None]
 
 
-def any_width(**options: Any) -> Make:
-    """Return what makes the objective itself."""
-    return lambda model, x: AnyWidth(model, x, **{"strength": 0.5, **options})
+def any_width(*, stretches: bool = True, **options: Any) -> Make:
+    """Return what makes the objective itself; without `stretches` the ends of weight ranges are given."""
+
+    def make(model: nn.Module, x: Tensor) -> Penalty:
+        made = AnyWidth(model, x, **{"strength": 0.5, **options})
+        for part in executors(made.live.body).values():
+            part.stretches = stretches
+        return made
+
+    return make
 
 
 def beside(*parts: Make) -> Make:
@@ -73,22 +81,24 @@ def l1(strength: float, every: int = 1) -> Make:
 
 TRIALS: dict[str, tuple[str, Make]] = {
     "plain": ("no objective but the loss", lambda model, x: None),
-    "start": ("any-width, strength 0.5", any_width()),
-    "strength 0.25": ("half as strong", any_width(strength=0.25)),
-    "strength 1": ("twice as strong", any_width(strength=1.0)),
-    "auto": ("the strength follows the loss, 1 %", any_width(strength="auto")),
-    "kurtosis 0.1": ("kurtosis on top", beside(any_width(), kurtosis(0.1))),
+    "start": ("any-width, strength 0.5, gradients cut to twice the usual length", any_width()),
+    "limit 5": ("gradients are cut to 5 times the usual length", any_width(limit=5.0)),
+    "limit 5, strength 0.25": ("the same, half as strong", any_width(limit=5.0, strength=0.25)),
+    "no limit": ("long gradients are not cut", any_width(limit=math.inf)),
+    "no limit, given ends": (
+        "the same, and no gradient reaches the ends of weight ranges", any_width(limit=math.inf, stretches=False)
+    ),
+    "auto": ("the strength follows the loss", any_width(strength="auto")),
     "2 bits": ("W2A8 is drawn too, once in nine steps", any_width(widths=(*WIDTHS, "W2A8"))),
-    "no random clip": ("weight grids cover the whole range", any_width(clip=(1.0, 1.0))),
-    "no gradient limit": ("long gradients of the quantized pass are not cut", any_width(limit=math.inf)),
+    "kurtosis 0.1": ("kurtosis on top", beside(any_width(), kurtosis(0.1))),
+    "averaged weights": ("an average of the weights over the last steps", any_width()),
+    "l1 + kurtosis": ("the default objective before this one", beside(l1(3e-4), kurtosis(0.3))),
+    "l1 every fourth": ("the l1 penalty on top, at every fourth step", beside(any_width(), l1(3e-4, 4))),
     "two passes": ("two quantized passes, each half as strong", beside(
         any_width(strength=0.25), any_width(strength=0.25, seed=1)
     )),
-    "averaged weights": ("an average of the weights over the last steps", any_width()),
-    "l1 every fourth": ("the l1 penalty on top, at every fourth step", beside(any_width(), l1(3e-4, 4))),
     "paper grids only": ("only the paper's grids are drawn", any_width(grids=("paper",))),
     "default grids only": ("only the default preset's grids are drawn", any_width(grids=("default",))),
-    "l1 + kurtosis": ("the default objective before this one", beside(l1(3e-4), kurtosis(0.3))),
 }  # fmt: skip
 
 AVERAGED = 0.99

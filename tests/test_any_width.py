@@ -122,7 +122,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def of_both(model: nn.Module, **options: Any) -> AnyWidth:
-    fixed = {"strength": 0.5, "limit": math.inf, "clip": (1.0, 1.0)}
+    fixed = {"strength": 0.5, "limit": math.inf}
     return AnyWidth(model, batch(2)[0], **{**fixed, **options})
 
 
@@ -548,7 +548,6 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(norm: bool) -> None:
     [
         ({"strength": -1.0}, "strength is a strength of zero or more"),
         ({"outputs": "pixels"}, "outputs are classes or values"),
-        ({"clip": (0.0, 1.0)}, "clip is an interval"),
         ({"widths": []}, "a pair of widths"),
         ({"limit": 0.0}, "limit is above zero"),
         ({"loss": 0.0}, "a part of the loss above zero"),

@@ -471,7 +471,7 @@ def test_rows_of_the_any_width_table_differ_and_share_one_start(tmp_path: Path) 
     lost = dataclasses.replace(table, recipes=tmp_path)
     (tmp_path / "any-width").mkdir()
     (tmp_path / "any-width" / "one-tune.toml").write_text('init = "nowhere.safetensors"' + RECIPE.format(part="tune"))
-    with pytest.raises(FileError, match="nowhere.safetensors: no such checkpoint; train it first"):
+    with pytest.raises(FileError, match=r"nowhere\.safetensors: no such checkpoint; train it first"):
         module.Maker(lost, {}, print).base("one", 0)
 
 

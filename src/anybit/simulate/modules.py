@@ -39,8 +39,6 @@ class Weight(nn.Module):
         self.point = point
         self.master = nn.Parameter(weight.detach().clone())
         self.bits = FLOAT
-        self.shrink = 1.0
-        """What is left of the range that a live grid covers: training tries grids that clip."""
         self.stretches = False
         """Whether gradients reach a live grid's own ends too, so that training can pull in a weight that is alone far
         out."""
@@ -75,7 +73,7 @@ class Weight(nn.Module):
         else:
             ends = limits(master.detach().cpu().numpy(), self.point, self.bits)
             low, high = (torch.from_numpy(np.asarray(end)).to(master.device) for end in ends)
-        return weight_grid(low * self.shrink, high * self.shrink, spec)
+        return weight_grid(low, high, spec)
 
 
 class Activation(nn.Module):
