@@ -111,6 +111,9 @@ def _any_width() -> tuple[TableRow, ...]:
         known["none"],
         TableRow("any-width", "Any width", {"penalty.any_width": True}),
         TableRow(
+            "any-width-0.5", "Any width, strength 0.5", {"penalty.any_width": True, "penalty.any_width_strength": 0.5}
+        ),
+        TableRow(
             "l1+kurtosis", "L1 + kurtosis", by_network={n: dict(zip(both, v, strict=True)) for n, v in kurtosis.items()}
         ),
         *straight[::-1],

@@ -40,8 +40,9 @@ WIDTHS = ("W8A8", "W6A6", "W4A8", "W4A4", "W3A8", "W3A4", "W3A3", "W8A3")
 USUAL = 100
 """Steps over which the usual length of the loss's gradient is taken."""
 
-START, MOST = 0.25, 1.0
-"""The strength that training starts with after a first look, and the most: that of the loss itself."""
+START, MOST = 0.25, 0.5
+"""The strength that training starts with after a first look, and the most: with a limit of 2 the quantized pass then
+adds gradients as long as those of the loss, the most that cost nothing in trials (results/any-width-trials.json)."""
 
 
 class AnyWidth(FurtherPass):
@@ -51,7 +52,7 @@ class AnyWidth(FurtherPass):
         model: The network to train. Wrapped ones (DDP, compiled) are fine.
         example_input: What it is called with, as in `anybit.prepare`.
         strength: What the quantized pass counts beside the loss. "auto" follows the loss in floating point, as
-            `anybit.objectives.strength` derives, after 50 plain steps; a number stays.
+            `anybit.objectives.strength` derives, after 100 plain steps; a number stays.
         loss: The part of the loss in floating point that may be lost, for "auto".
         points: The accuracy that may be lost where that is more, in percent; of outputs that are classes.
         widths: Pairs such as "W4A8" to draw from; one that stands there twice is drawn twice as often.
