@@ -109,10 +109,8 @@ def _any_width() -> tuple[TableRow, ...]:
     ]
     return (
         known["none"],
-        TableRow("any-width", "Any width", {"penalty.any_width": True}),
-        TableRow(
-            "any-width-0.5", "Any width, strength 0.5", {"penalty.any_width": True, "penalty.any_width_strength": 0.5}
-        ),
+        TableRow("any-width", "Any width + kurtosis", {"penalty.any_width": True, "penalty.kurtosis": 0.1}),
+        TableRow("any-width-alone", "Any width", {"penalty.any_width": True}),
         TableRow(
             "l1+kurtosis", "L1 + kurtosis", by_network={n: dict(zip(both, v, strict=True)) for n, v in kurtosis.items()}
         ),
