@@ -126,9 +126,8 @@ def find_table(name: str, scale: str, **places: Any) -> Table:
         networks = ("imagenet-resnet18",)
         return replace(table, name=name, networks=networks, rows=IMAGENET_ROWS, settings=IMAGENET_SETTINGS)
     if scale == "any-width":
-        networks = ("vgg-like", "resnet18", "mobilenet-v2")
-        shape: dict[str, Any] = {"rows": ANY_WIDTH_ROWS, "settings": ANY_WIDTH_SETTINGS, "tested": 5_000}
-        return replace(table, networks=networks, one_start=True, **shape)
+        parts: dict[str, Any] = {"rows": ANY_WIDTH_ROWS, "settings": ANY_WIDTH_SETTINGS, "tested": 5_000}
+        return replace(table, networks=("vgg-like", "resnet18", "mobilenet-v2"), one_start=True, **parts)
     return replace(table, rows=CONVERGED_ROWS) if scale == "converged" else table
 
 
