@@ -46,8 +46,8 @@ def train(
 ) -> None:
     """Train a network as a recipe says, so that it can be quantized to any width.
 
-    A recipe without a table [penalty] is trained with the default: for any width, with kurtosis. An empty one is
-    trained without any penalty.
+    A recipe without a table [penalty] is trained with the default: gradient l1 and kurtosis. An empty one is trained
+    without any penalty.
 
     The state of the run is saved from time to time, and on ctrl-C (exit code 130) and SIGTERM (143). With --resume it
     goes on from there; on a CPU the weights are the same as without the interruption, bit for bit.
@@ -117,8 +117,8 @@ def _train(
         raise FileError(f"{folder}: holds a finished run; choose another folder with --out, or say --overwrite")
     if plan.penalty is FLAGSHIP:
         errors.print(
-            f"{recipe} has no table [penalty]: training for any width, with any_width = true, kurtosis = "
-            f"{FLAGSHIP.kurtosis:g}; an empty [penalty] trains without",
+            f"{recipe} has no table [penalty]: training with weight = {FLAGSHIP.weight:g}, activation = "
+            f"{FLAGSHIP.activation:g}, kurtosis = {FLAGSHIP.kurtosis:g}; an empty [penalty] trains without",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     try:
