@@ -63,7 +63,7 @@ times = st.tuples(*[st.floats(1e-4, 1e-2)] * 3).map(lambda t: tuple(sorted(t)))
     st.floats(0, 1e-2),
     st.floats(1e-4, 0.2),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_the_budget_is_never_exceeded_and_the_best_choice_is_found(
     takes: tuple[tuple[float, float, float], ...], exact: float, together: float, budget: float
 ) -> None:

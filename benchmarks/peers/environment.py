@@ -67,7 +67,7 @@ TOOLS = (
         "Brevitas",
         "brevitas_layers.py",
         ("GPTQ, per channel", "per channel", "GPTQ, per tensor", "per tensor"),
-        ("brevitas==0.13.4",),
+        ("brevitas==0.13.4", "onnxoptimizer"),
     ),
     Tool("onnxruntime", "ort_static.py", BOTH),
     Tool("torchao PT2E", "torchao_pt2e.py", BOTH, ("torchao==0.18.0",)),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import _vision  # noqa: F401
 import model_compression_toolkit as mct
 import torch
 from harness import Job, Made, Quantize, Setting, main
