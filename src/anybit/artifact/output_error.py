@@ -8,40 +8,54 @@ from typing import Any
 
 import numpy as np
 
+from anybit.artifact.latency import Clock, choose_in_time
 from anybit.artifact.master import Master, open_master
-from anybit.artifact.reconstruct import Array, feeds_of, runner
+from anybit.artifact.reconstruct import Array, Network, feeds_of, runner
 from anybit.common.bars import progress_bars
-from anybit.plan.allocation import Allocation, check_choices, choose
+from anybit.plan.allocation import Allocation, Unit, check_choices, choose
 from anybit.plan.numbers import Kept
 from anybit.plan.points import Widths
 from anybit.spec import FLOAT, Bits, LayerWidths
 
 
-def allocate_master(
-    master: Master | str | Path,
+def allocate(
+    network: Master | Network | str | Path,
     inputs: Iterable[Any],
     *,
     budget: float,
-    unit: str = "bits",
+    unit: Unit = "bits",
     activations: int = 8,
     widths: Sequence[int] = (2, 3, 4, 5, 6, 7, 8),
+    threads: int | None = None,
 ) -> Allocation:
-    """Choose a width for every weight of a master so that the error of its output is smallest under a budget.
+    """Choose a width for every weight so that the error of the output is smallest under a budget, never exceeded.
 
     Args:
-        master: A master, or its path.
+        network: What `anybit.prepare` returned, a master, or its path. Its widths are not changed.
         inputs: Batches of inputs without labels, a few dozen inputs in all will do.
-        budget: How much the weights may take: bits per weight on average, or bytes in all. It is never exceeded.
-        unit: What the budget counts, "bits" (on average) or "bytes".
-        activations: The width of all activations when the error is measured.
+        budget: How much the weights may take: bits per weight on average, or bytes in all; or how many seconds a run of
+            the first input may take in ONNX Runtime on this machine, which is measured.
+        unit: What the budget counts: "bits" (on average), "bytes" or "seconds".
+        activations: The width of all activations when the error and the seconds are measured.
         widths: What to choose from.
+        threads: How many threads a run may use when it is timed, as in `anybit.load`; all cores by default.
+
+    Raises:
+        SpecError: The budget cannot be met.
     """
-    opened = master if isinstance(master, Master) else open_master(master)
     choices, batches = check_choices(widths, unit, activations), list(inputs)
-    found = choose(opened.plan.weights, output_errors(opened, batches, choices), choices, budget, unit)
+    if isinstance(network, str | Path):
+        network = open_master(network)
+    master = network if isinstance(network, Master) else network.as_master()
+    costs, seconds = output_errors(master, batches, choices), None
+    if unit == "seconds":
+        clock = Clock.of(master, next(feeds_of(master, batches)), activations, threads)
+        found, seconds = choose_in_time(clock, costs, choices, budget)
+    else:
+        found = choose(master.plan.weights, costs, choices, budget, unit)
     layers = {name: Bits(width, activations) for name, width in found.widths.items()}
-    error = error_at(opened, batches, Bits(choices[-1], activations), layers)
-    return Allocation(layers, found.average, found.size, found.cost, 0.0, error, "output error")
+    error = error_at(master, batches, Bits(choices[-1], activations), layers)
+    return Allocation(layers, found.average, found.size, found.cost, 0.0, error, "output error", seconds)
 
 
 def output_errors(master: Master, inputs: Iterable[Any], widths: Sequence[int]) -> dict[str, list[float]]:
