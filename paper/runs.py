@@ -45,8 +45,8 @@ def load_data(name: str) -> Dataset:
 
 
 def quantized(model: nn.Module, dataset: Dataset, **options: Any) -> Any:
-    """Return a network with its width switch, set up as in the paper: symmetric, per tensor, without data."""
-    return anybit.prepare(model, dataset.test.x[:2], input_range=dataset.input_range, **options, preset="paper")
+    """Return a network with its width switch, unless told otherwise set up as in the paper: symmetric, per tensor."""
+    return anybit.prepare(model, dataset.test.x[:2], input_range=dataset.input_range, **{"preset": "paper", **options})
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ Helpers = Annotated[
     typer.Option(help="equalize, bias, sums, clip, several with commas, all, or none.", rich_help_panel=SETTINGS),
 ]
 Sensitive = Annotated[
-    str | None, typer.Option(help="Sensitive layers: same, 8-bit (or more) or float.", rich_help_panel=SETTINGS)
+    str | None, typer.Option(help="Sensitive layers: measured, 8-bit, same or float.", rich_help_panel=SETTINGS)
 ]
 Store = Annotated[str, typer.Option(help="How weights are stored: fp32, fp16 or int8.", rich_help_panel=SETTINGS)]
 
