@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import TensorProto
 
-from anybit.artifact.bounds import limit_memory, memory_advice
+from anybit.artifact.bounds import limit_memory, memory_advice, setting
 from anybit.artifact.model import OnnxModel
 from anybit.common.text import printable
-from anybit.errors import DataError, FileError, SpecError
+from anybit.errors import DataError, FileError
 
 EXACT = "session.x64quantprecision"
 """Without it, processors that lack VNNI add up products of 8-bit weights in 16 bits, and saturate."""
@@ -42,19 +41,11 @@ def onnxruntime() -> Any:
     return onnxruntime
 
 
-def plain_session(model: onnx.ModelProto) -> Any:
-    """Return a session that runs a small model as it is written, node by node."""
-    ort = onnxruntime()
-    options = ort.SessionOptions()
-    options.log_severity_level = NOTHING
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    limit_memory(ort, options)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: str, optimize: bool = True) -> Any:
+    """Return a session of ONNX Runtime for a model; one that it does not take is an error that names the file.
 
-
-def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: str) -> Any:
-    """Return a session of ONNX Runtime for a model; one that it does not take is an error that names the file."""
+    Without `optimize` it runs node by node, as it is written.
+    """
     ort = onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = NOTHING
@@ -62,6 +53,8 @@ def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: 
     if threads is not None:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if exact:
         options.add_session_config_entry(EXACT, "1")
     outside = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
@@ -84,14 +77,7 @@ class TooSlow(DataError):  # noqa: N818
 
 def time_limit() -> float:
     """Return how many seconds one run on a calibration input may take."""
-    text = os.environ.get(SETTING, "")
-    try:
-        seconds = float(text or SECONDS)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:  # NaN is not
-        raise SpecError(f"{SETTING} must be a number of seconds such as {SECONDS:g}, got {text[:40]!r}")
-    return seconds
+    return setting(SETTING, SECONDS, 1e6, "seconds")
 
 
 def run_in_time(engine: Any, outputs: Sequence[str] | None, feed: Mapping[str, Any], seconds: float) -> list[Any]:
