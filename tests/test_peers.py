@@ -84,9 +84,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     first, second = Results(path), Results(path)
     common = {"network": "net", "tool": "made up", "n": 10}
     first.add({**common, "setting": "one", "bits": "W4A4", "accuracy": 0.5, "seconds": 1.0})
-    second.add(
-        {**common, "setting": "two", "bits": "W4A4", "error": "no"}
-    )  # by another run
+    second.add({**common, "setting": "two", "bits": "W4A4", "error": "no"})  # by another run
     results = Results(path)
     assert [r["setting"] for r in results.rows] == ["one", "two"]
     assert results.missing("net", tool, ["W4A4", "W8A8"], 10, again=False) == [("one", "W8A8"), ("two", "W8A8")]
