@@ -35,6 +35,11 @@ Widths = Annotated[
     typer.Option(help="The widths of policy fixed, or of power without mains.", show_default="W8A8"),
 ]
 
+Prefer = Annotated[
+    str,
+    typer.Option(help="widths: just those; speed: activations stay in floating point where that is faster here."),
+]
+
 
 def preprocessing(name: str | None, labels: Path | None, **flags: str | None) -> Preprocessing:
     """Return a preprocessing by name, with what the flags say instead.

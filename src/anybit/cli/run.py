@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybit.cli.options import Policies, What, Widths
+from anybit.cli.options import Policies, Prefer, What, Widths
 from anybit.cli.show import console, progress_bars
 from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
@@ -33,6 +33,7 @@ def run(
     bits: Widths = None,
     steps: Annotated[str, typer.Option(help="Steps of policy battery: below so many percent at those widths.")] = "",
     milliseconds: Annotated[float, typer.Option(help="The time budget of policy latency, at batch 1.")] = 10.0,
+    prefer: Prefer = "widths",
     threads: Annotated[int | None, typer.Option(help="Threads that a run may use; all cores by default.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write each input's outputs to this folder, as .npy files.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per input.")] = False,
@@ -47,7 +48,7 @@ def run(
     from anybit.artifact.inputs import read_feeds
     from anybit.artifact.session import load
 
-    session = load(master, threads=threads)
+    session = load(master, threads=threads, prefer=prefer)
     name = policy or ("battery" if bits is None else "fixed")
     chooser = Chooser(find_policy(name, session, bits=bits, steps=steps, milliseconds=milliseconds))
     if out is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anybit.cli.options import Prefer
 from anybit.cli.show import console
 from anybit.errors import MissingDependency
 from anybit.policy import Reading, parse_steps, read_machine
@@ -22,6 +23,7 @@ def serve(
     examples: Annotated[Path | None, typer.Option(help="A folder of pictures or arrays that the page offers.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 takes any free one.")] = 0,
     steps: Annotated[str, typer.Option(help="Steps of policy battery: below so many percent at those widths.")] = "",
+    prefer: Prefer = "widths",
     threads: Annotated[int | None, typer.Option(help="Threads that a run may use; all cores by default.")] = None,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
@@ -34,7 +36,7 @@ def serve(
     """
     from anybit.serve.server import LiveServer
 
-    app = make_app(master, examples=examples, steps=steps, threads=threads)
+    app = make_app(master, examples=examples, steps=steps, threads=threads, prefer=prefer)
     with LiveServer(app, port=port) as server:
         console.print(server.url, highlight=False, markup=False, soft_wrap=True)
         console.print("ctrl-C ends it", highlight=False)
@@ -44,7 +46,14 @@ def serve(
         server.serve_forever()
 
 
-def make_app(master: Path, *, examples: Path | None = None, steps: str = "", threads: int | None = None) -> App:
+def make_app(
+    master: Path,
+    *,
+    examples: Path | None = None,
+    steps: str = "",
+    threads: int | None = None,
+    prefer: str = "widths",
+) -> App:
     """Return the page of a master."""
     from anybit.artifact.session import load
     from anybit.serve.app import App
@@ -52,7 +61,7 @@ def make_app(master: Path, *, examples: Path | None = None, steps: str = "", thr
     from anybit.serve.upload import read_examples
 
     chosen = parse_steps(steps.split())
-    session = load(master, threads=threads)
+    session = load(master, threads=threads, prefer=prefer)
     return App(
         LiveModel(session),
         steps=chosen,

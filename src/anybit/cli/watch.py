@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli.options import Policies, What, Widths
+from anybit.cli.options import Policies, Prefer, What, Widths
 from anybit.cli.show import console
 
 
@@ -19,6 +19,7 @@ def watch(
     inputs: What = None,
     steps: Annotated[str, typer.Option(help="Steps of policy battery: below so many percent at those widths.")] = "",
     milliseconds: Annotated[float, typer.Option(help="The time budget of policy latency, at batch 1.")] = 10.0,
+    prefer: Prefer = "widths",
     every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
     times: Annotated[int | None, typer.Option(help="Stop after so many looks; by default go on until ctrl-C.")] = None,
 ) -> None:
@@ -36,7 +37,7 @@ def watch(
     from anybit.cli.run import find_policy
     from anybit.policy import Chooser, Reading, measure, read_machine
 
-    session = load(master)
+    session = load(master, prefer=prefer)
     name = policy or ("battery" if bits is None else "fixed")
     chooser = Chooser(find_policy(name, session, bits=bits, steps=steps, milliseconds=milliseconds))
     feed = next(read_feeds(inputs, session.takes, session.feeding))[1] if inputs else session.example()
