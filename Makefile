@@ -45,7 +45,7 @@ bench-quant: $(READY)
 	@$(BIN)/python benchmarks/quant.py
 
 bench-peers: $(READY)
-	@$(BIN)/python benchmarks/peers/run.py
+	@$(BIN)/python benchmarks/peers/run.py $(ARGS)
 
 bench-helpers: $(READY)
 	@$(BIN)/python benchmarks/helpers.py

@@ -24,7 +24,7 @@ from anybit.common.files import write_json
 from anybit.common.provenance import origin
 from anybit.data import Batches, load_dataset
 from anybit.data.base import Split
-from anybit.evaluate.accuracy import predict, score
+from anybit.evaluate.sweep import evaluate
 from anybit.simulate.allocate import mean_loss
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.prepare import prepare
@@ -96,8 +96,7 @@ def main() -> None:
             }
             for way, (layers, took) in ways.items():
                 with net.at(weights=8, activations=ACTIVATIONS, layers=layers):
-                    logits, labels = predict(net, part(data.test, 5000))
-                s = score(logits, labels)
+                    s = evaluate(net, part(data.test, 5000))
                 counts = {name: weight.numel() for name, weight in net.weights.items()}
                 average = sum(counts[n] * b.weights for n, b in layers.items()) / sum(counts.values())
                 bound = chosen.predicted if way == "first-order bound" else None

@@ -23,7 +23,7 @@ from torch import nn
 from anybit.common.files import write_json
 from anybit.common.provenance import origin
 from anybit.data import Batches, Dataset, load_dataset
-from anybit.evaluate.accuracy import evaluate
+from anybit.evaluate.sweep import evaluate
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.prepare import prepare
 from anybit.spec import Bits

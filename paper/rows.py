@@ -40,6 +40,8 @@ class TableRow:
     """The row whose trials it chooses from; by default its own."""
     trained_at: Bits | None = None
     """The one pair of widths that straight-through training was for."""
+    by_network: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Changes for single networks: what a search for them found elsewhere."""
 
 
 def _straight_through(bits: Bits) -> TableRow:
@@ -93,6 +95,33 @@ def _converged() -> tuple[TableRow, ...]:
 
 CONVERGED_ROWS = _converged()
 """For networks that were trained to the end: the paper's rows, kurtosis, and l1 with kurtosis."""
+
+
+def _any_width() -> tuple[TableRow, ...]:
+    known = {row.name: row for row in ROWS}
+    both = (*LAMBDA, "penalty.kurtosis")
+    l1 = {"vgg-like": (1e-3,), "resnet18": (1e-4,), "mobilenet-v2": (3e-4,)}
+    kurtosis = {"vgg-like": (3e-4, 3e-4, 0.3), "resnet18": (1e-4, 1e-4, 0.1), "mobilenet-v2": (3e-4, 3e-4, 0.3)}
+    rates = {"ste-4-4": (3e-3, 3e-4, 1e-3), "ste-multi": (1e-3, 3e-4, 1e-3)}
+    straight = [
+        replace(known[name], knob=None, by_network={n: {"optimizer.lr": lr} for n, lr in zip(l1, found, strict=True)})
+        for name, found in rates.items()
+    ]
+    return (
+        known["none"],
+        TableRow("any-width", "Any width + kurtosis", {"penalty.any_width": True, "penalty.kurtosis": 0.1}),
+        TableRow("any-width-alone", "Any width", {"penalty.any_width": True}),
+        TableRow(
+            "l1+kurtosis", "L1 + kurtosis", by_network={n: dict(zip(both, v, strict=True)) for n, v in kurtosis.items()}
+        ),
+        *straight[::-1],
+        replace(known["l1"], knob=None, by_network={n: dict.fromkeys(LAMBDA, v[0]) for n, v in l1.items()}),
+    )
+
+
+ANY_WIDTH_ROWS = _any_width()
+"""The any-width objective beside what else can be trained. Strengths and learning rates of VGG-like and ResNet-18 are
+those that searches found (results/search-laptop.json, results/search-converged.json), MobileNetV2 has the defaults."""
 
 PAPER_WIDTHS = {
     1: tuple(Bits(*pair) for pair in ((32, 32), (8, 4), (6, 4), (4, 4))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from anybit.common.progress import Start, quiet
 from anybit.data import Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, FileError
 from anybit.models import build_model
+from anybit.simulate.capture import evaluating
 from anybit.task.checkpoint import load_model
 from anybit.train.begin import model_shape
 from anybit.train.loop import fit, steps_of
@@ -44,8 +45,16 @@ def load_data(name: str) -> Dataset:
 
 
 def quantized(model: nn.Module, dataset: Dataset, **options: Any) -> Any:
-    """Return a network with its width switch, set up as in the paper: symmetric, per tensor, without data."""
-    return anybit.prepare(model, dataset.test.x[:2], input_range=dataset.input_range, **options, preset="paper")
+    """Return a network with its width switch, unless told otherwise set up as in the paper: symmetric, per tensor."""
+    return anybit.prepare(model, dataset.test.x[:2], input_range=dataset.input_range, **{"preset": "paper", **options})
+
+
+@torch.no_grad()
+def predict(network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the logits and labels of every example, with the network in evaluation mode for the time being."""
+    with evaluating(network):
+        pairs = [(network(x), y) for x, y in batches]
+    return torch.cat([logits for logits, _ in pairs]), torch.cat([labels for _, labels in pairs])
 
 
 def folded_weights(net: nn.Module) -> list[Tensor]:

@@ -114,7 +114,7 @@ def favoured(entries: Sequence[Entry], rows: Sequence[TableRow], *, tolerance: f
 def validated(entry: Entry) -> tuple[float, float] | None:
     """Return validation accuracy in floating point, and the mean over all widths and scales without helpers."""
     plain = [parts for name, parts in entry["settings"].items() if not name.endswith("helpers")]
-    measured = [_by_bits(parts["validation"]) for parts in plain]
+    measured = [_by_bits(parts.get("validation", ())) for parts in plain]
     quantized = [accuracy for part in measured for bits, accuracy in part.items() if bits != Bits()]
     full = [part[Bits()] for part in measured if Bits() in part]
     return (full[0], statistics.fmean(quantized)) if quantized and full else None

@@ -25,7 +25,7 @@ from anybit.common.files import make_folder, read_json, write_json
 from anybit.common.progress import Start, quiet
 from anybit.common.provenance import origin
 from anybit.data import Batches, Dataset, load_dataset
-from anybit.errors import CheckpointError, DataError, SpecError
+from anybit.errors import CheckpointError, DataError, FileError, SpecError
 from anybit.spec import Bits
 from anybit.task.checkpoint import load_model, read_checkpoint
 from anybit.train.loop import train
@@ -159,6 +159,8 @@ class Maker:
         path = self.table.base(network, seed)
         if path.is_file():
             return True
+        if self.table.one_start:
+            raise FileError(f"{path}: no such checkpoint; train it first, as paper/README.md says")
         recipe = self.table.recipe(network, "base").changed({"seed": seed})
         with claimed(path.parent) as mine:
             if mine and not path.is_file():
@@ -185,7 +187,8 @@ class Maker:
     def changed(self, job: Job) -> Recipe:
         """Return the recipe of a row without what is searched for it."""
         start = {"name": job.row.name, "seed": job.seed, "init": str(self.table.base(job.network, job.seed))}
-        return self.table.recipe(job.network, "tune").changed({**start, **job.row.changes})
+        own = job.row.by_network.get(job.network, {})
+        return self.table.recipe(job.network, "tune").changed({**start, **job.row.changes, **own})
 
     def search(self, network: str, row: TableRow) -> dict[str, Any]:
         """Return what a search found for a row; what was found before counts only for the very same recipe."""
@@ -227,7 +230,7 @@ class Maker:
         """Measure a row in the settings that it lacks; return its entry."""
         data, folder = self.data[job.network], self.table.folder(job)
         model, _ = load_model(folder / "model.safetensors")
-        splits = {"test": data.test, "validation": data.validation}
+        splits = {"test": data.test.first(self.table.tested), "validation": data.validation}
         batches = {part: Batches(split.channels_last(), BATCH) for part, split in splits.items()}
         settings = {} if entry is None else dict(entry["settings"])
         for name, setting in missing.items():
@@ -256,7 +259,11 @@ class Maker:
 def command(
     what: Annotated[str, typer.Argument(help="table1 or table2.")],
     scale: Annotated[
-        str, typer.Option(help="laptop: small networks. converged: the same, trained to the end. paper: full size.")
+        str,
+        typer.Option(
+            help="laptop: small networks. converged: the same, trained to the end. paper: full size. "
+            "any-width: the any-width objective beside the other ways to train."
+        ),
     ] = "laptop",
     network: Annotated[list[str] | None, typer.Option(help="Only this network; may be given more than once.")] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",

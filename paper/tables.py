@@ -12,7 +12,7 @@ from anybit.errors import FileError, RecipeError, SpecError
 from anybit.spec import Bits
 from anybit.train.recipe import Recipe, load_recipe, parse_recipe
 from paper import cifar10
-from paper.rows import CONVERGED_ROWS, IMAGENET_ROWS, IMAGENET_WIDTHS, ROWS, WIDTHS, TableRow
+from paper.rows import ANY_WIDTH_ROWS, CONVERGED_ROWS, IMAGENET_ROWS, IMAGENET_WIDTHS, ROWS, WIDTHS, TableRow
 
 FORMAT = "anybit-table/1"
 RECIPES = Path(__file__).parent / "recipes"
@@ -21,6 +21,7 @@ SEARCHED: dict[str, dict[str, Any]] = {
     "laptop": {},
     "converged": {"epochs": 2, "share": 0.5, "finer": 2},
     "paper": {"finer": 2},
+    "any-width": {},
 }
 """The sizes a table can have, and how each searches for strengths and learning rates."""
 
@@ -43,6 +44,12 @@ SETTINGS = {
     ),
 }
 """The ways to quantize, by name: add one here and only that is measured, from the stored checkpoints."""
+
+ANY_WIDTH_SETTINGS = {
+    **{name: replace(setting, validated=False) for name, setting in SETTINGS.items()},
+    "default": Setting({"preset": "default"}, (Bits(8, 8), *WIDTHS[1:], Bits(2, 8)), validated=False),
+}
+"""Those of the paper's table, and what `prepare` does unless told otherwise."""
 
 IMAGENET_SETTINGS = {
     "per-tensor": Setting(widths=IMAGENET_WIDTHS),
@@ -74,6 +81,10 @@ class Table:
     recipes: Path = RECIPES
     runs: Path = Path("runs")
     results: Path = Path("runs")
+    one_start: bool = False
+    """Whether all seeds start from the checkpoint that the recipe names; they differ in batches and draws."""
+    tested: int = 10_000
+    """How many test images are measured, the first ones."""
 
     def row(self, name: str) -> TableRow:
         """Return the row of that name."""
@@ -93,6 +104,8 @@ class Table:
 
     def base(self, network: str, seed: int) -> Path:
         """Return the checkpoint that all rows of one network and seed start from."""
+        if self.one_start:
+            return Path(str(self.recipe(network, "tune").init))
         return self.runs / f"{self.recipe(network, 'base').name}-{seed}" / "model.safetensors"
 
     def folder(self, job: Job) -> Path:
@@ -112,6 +125,9 @@ def find_table(name: str, scale: str, **places: Any) -> Table:
             raise SpecError("table2 is ImageNet at full size; say --scale paper")
         networks = ("imagenet-resnet18",)
         return replace(table, name=name, networks=networks, rows=IMAGENET_ROWS, settings=IMAGENET_SETTINGS)
+    if scale == "any-width":
+        parts: dict[str, Any] = {"rows": ANY_WIDTH_ROWS, "settings": ANY_WIDTH_SETTINGS, "tested": 5_000}
+        return replace(table, networks=("vgg-like", "resnet18", "mobilenet-v2"), one_start=True, **parts)
     return replace(table, rows=CONVERGED_ROWS) if scale == "converged" else table
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hypothesis.extra.numpy as hnp
 import numpy as np
 from hypothesis import strategies as st
+from torch import Tensor
 
-from anybit.spec import QuantSpec
+from anybit.plan.grid import min_max, weight_grid
+from anybit.simulate.rounding import fake_quantize
+from anybit.spec import FLOAT, QuantSpec
 
 KINDS = [(True, True), (True, False), (False, True)]
 """Symmetric or not, with negative codes or without."""
@@ -23,3 +26,8 @@ tensors = st.one_of(
 
 def spec_of(bits: int, kind: tuple[bool, bool], axis: int | None = None) -> QuantSpec:
     return QuantSpec(bits, symmetric=kind[0], signed=kind[1], axis=axis)
+
+
+def quantize_tensor(x: Tensor, spec: QuantSpec) -> Tensor:
+    """Return `x` on the grid that its own smallest and largest entries span."""
+    return x if spec.bits == FLOAT else fake_quantize(x, weight_grid(*min_max(x.detach(), spec.axis), spec))

@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import anybit
-from anybit.artifact.output_error import allocate_master
 from anybit.errors import DataError, SpecError
 from anybit.models import build_model
 from anybit.plan.knapsack import cheapest
@@ -181,5 +180,5 @@ def test_by_output_error_the_budget_holds_and_equal_widths_are_beaten(budget: fl
     assert found.measured == pytest.approx(mixed, rel=1e-2)
     assert mixed < error(**dict.fromkeys(net.weights, anybit.Bits(int(budget), 32)))
     anybit.save(net, tmp_path / "net.onnx")
-    again = allocate_master(tmp_path / "net.onnx", inputs, budget=budget, activations=32)
+    again = anybit.allocate(tmp_path / "net.onnx", inputs, budget=budget, activations=32)
     assert again.layers == found.layers

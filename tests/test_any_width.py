@@ -122,7 +122,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def of_both(model: nn.Module, **options: Any) -> AnyWidth:
-    fixed = {"strength": 0.5, "limit": math.inf, "clip": (1.0, 1.0)}
+    fixed = {"strength": 0.5, "limit": math.inf}
     return AnyWidth(model, batch(2)[0], **{**fixed, **options})
 
 
@@ -228,20 +228,21 @@ class Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
         codes = torch.round(x / scale)
-        ctx.save_for_backward((codes >= low) & (codes <= high))
+        ctx.save_for_backward((codes >= low) & (codes <= high), codes.clamp(low, high) - x / scale)
         return codes.clamp(low, high) * scale
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad * ctx.saved_tensors[0], None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        inside, error = ctx.saved_tensors  # a wider bin moves each value by its code, and what is inside stays put
+        return grad * inside, (grad * error).sum(), None, None
 
 
 def by_hand(model: Net, x: Tensor, bits: int) -> Tensor:
     """The quantized network of the paper's preset, written down: fold, round the weights, round the activations."""
 
     def weight(w: Tensor) -> tuple[Tensor, Tensor]:
-        scale = w.detach().abs().max() / (2 ** (bits - 1) - 1)
-        return Rounded.apply(w, scale, -(2 ** (bits - 1)) + 1, 2 ** (bits - 1) - 1), scale
+        scale = w.abs().max() / (2 ** (bits - 1) - 1)
+        return Rounded.apply(w, scale, -(2 ** (bits - 1)) + 1, 2 ** (bits - 1) - 1), scale.detach()
 
     def fold(layer: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
         factor = norm.weight / torch.sqrt(norm.running_var + norm.eps)
@@ -547,7 +548,6 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(norm: bool) -> None:
     [
         ({"strength": -1.0}, "strength is a strength of zero or more"),
         ({"outputs": "pixels"}, "outputs are classes or values"),
-        ({"clip": (0.0, 1.0)}, "clip is an interval"),
         ({"widths": []}, "a pair of widths"),
         ({"limit": 0.0}, "limit is above zero"),
         ({"loss": 0.0}, "a part of the loss above zero"),

@@ -24,7 +24,7 @@ from anybit.artifact.session import load
 from anybit.cli.adopt import adopt
 from anybit.cli.bench import bench
 from anybit.cli.export import export
-from anybit.cli.options import numbers
+from anybit.cli.reconstruct import reconstruct
 from anybit.cli.run import find_policy, run
 from anybit.cli.watch import watch
 from anybit.errors import AnybitError, DataError, SpecError
@@ -70,6 +70,30 @@ def test_export_says_how_small_it_got(master: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="looks like W4A8"):
         call(export, master, tmp_path / "other.onnx", "--bits", "four")
     assert not (tmp_path / "other.onnx").exists()
+
+
+def test_reconstruct_fits_the_widths_that_are_named(master: Path, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(64, 1, 6, 6)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    said = call(
+        reconstruct, master, "--calibrate", tmp_path / "x.npy", "--bits", "W2A8,W3A8", "--out", tmp_path / "b.onnx"
+    )
+    assert "W2A8 W3A8 fitted to 64 inputs" in said.output
+
+    def error(path: Path, weights: int) -> float:
+        session = load(path)
+        exact = np.asarray(session.run(x))
+        session.set_bits(weights=weights, activations=8)
+        return float(np.square(np.asarray(session.run(x)) - exact).mean())
+
+    assert error(tmp_path / "b.onnx", 2) < 0.9 * error(master, 2)
+    assert error(tmp_path / "b.onnx", 4) == error(master, 4)  # a width that was not named
+    before = master.read_bytes()
+    with pytest.raises(SpecError, match="say --calibrate WHAT"):
+        call(reconstruct, master)
+    with pytest.raises(SpecError, match="widths of 2 to 16 bits"):
+        call(reconstruct, master, "--calibrate", tmp_path / "x.npy", "--bits", "FP")
+    assert master.read_bytes() == before
 
 
 # Inputs
@@ -222,6 +246,15 @@ def test_bench_prints_and_writes(master: Path, tmp_path: Path) -> None:
     assert json.loads(call(bench, master, "--widths", "W4A4", "--rounds", "1", "--json").output)["threads"] == 1
 
 
+def test_bench_tells_the_accuracy_on_test_data(master: Path, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(9, 1, 6, 6)).astype(np.float32)
+    y = np.asarray(load(master).run(x)).argmax(1)
+    y[0] = (y[0] + 1) % 3
+    np.savez(tmp_path / "mine.npz", x_test=x, y_test=y)
+    words = ["--widths", "FP", "--rounds", "1", "--data", tmp_path / "mine.npz", "--json"]
+    assert json.loads(call(bench, master, *words).output)["rows"][0]["accuracy"] == pytest.approx(8 / 9)
+
+
 # Adopting
 
 
@@ -248,7 +281,7 @@ def test_adopt_from_pictures_and_from_batch_norm(pictures: Path, tmp_path: Path)
     assert second.store == "int8"
     assert {r.source for a in second.plan.activations for _, r in a.ranges} == {"batch norm normed"}
     with pytest.raises(SpecError, match="one number or three"):
-        numbers("x", "mean")
+        call(adopt, tmp_path / "other.onnx", "--mean", "x")
     for flag, text in (("--mean", "1 2"), ("--mean", ""), ("--std", "0")):
         with pytest.raises(SpecError, match=r"one number( above 0)? or three"):
             call(adopt, tmp_path / "other.onnx", flag, text)

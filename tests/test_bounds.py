@@ -16,7 +16,8 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from anybit.artifact.bounds import MOST_GROWTH, SETTING, check_sizes, memory_limit
 from anybit.artifact.check import MOST_NODES
-from anybit.artifact.runtime import plain_session
+from anybit.artifact.model import OnnxModel
+from anybit.artifact.runtime import compile_model
 from anybit.errors import FileError, SpecError
 
 node = helper.make_node
@@ -40,6 +41,10 @@ def model(nodes: list[NodeProto], constants: dict[str, Any], shape: list[Any]) -
 
 def check(nodes: list[NodeProto], constants: dict[str, Any], shape: list[Any]) -> None:
     check_sizes(model(nodes, constants, shape), [], where="m.onnx", infer=infer, session=plain_session)
+
+
+def plain_session(model: onnx.ModelProto) -> Any:
+    return compile_model(OnnxModel(model), exact=False, threads=1, where="m.onnx", optimize=False)
 
 
 def hidden(size: float, *make: NodeProto) -> tuple[list[NodeProto], dict[str, Any]]:
@@ -157,13 +162,15 @@ from pathlib import Path
 import numpy as np, onnx
 from anybit.artifact.bounds import memory_advice
 from anybit.artifact.check import MOST_NODES
-from anybit.artifact.runtime import plain_session
+from anybit.artifact.model import OnnxModel
+from anybit.artifact.runtime import compile_model
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
-session = plain_session(onnx.load(sys.argv[1]))
+model = OnnxModel(onnx.load(sys.argv[1]))
+session = compile_model(model, exact=False, threads=1, where="m.onnx", optimize=False)
 Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
 before = status("VmRSS")
 for value in (100.0, 1e9, 100.0):
@@ -196,7 +203,7 @@ def test_a_size_computed_from_the_input_meets_the_limit_on_working_memory(tmp_pa
 @pytest.mark.parametrize("text", ["x", "-1", "0", "nan", "inf"])
 def test_the_limit_is_a_number_of_gigabytes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, text)
-    with pytest.raises(SpecError, match=f"{SETTING} must be a number of gigabytes, got"):
+    with pytest.raises(SpecError, match=f"{SETTING} must be a number of gigabytes such as 4, got"):
         memory_limit()
     monkeypatch.setenv(SETTING, "1.5")
     assert memory_limit() == 1.5 * 2**30

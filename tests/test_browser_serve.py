@@ -180,8 +180,8 @@ def test_memory_and_file_size_are_those_of_the_width(opened: Opened, app: App) -
         move(opened, "weights", bits.weights)
         wait(opened, bits, "memory", "size")
         found = app.model.footprint(bits)  # measured once: the page has seen the same numbers
-        assert opened.page.inner_text("#size") == f"{found.file_bytes / 1e3:.1f} kB"
-        assert opened.page.inner_text("#memory") == f"{found.resident_bytes / 1e6:.2f} MB"
+        assert opened.page.inner_text("#size") == f"{found['file_bytes'] / 1e3:.1f} kB"
+        assert opened.page.inner_text("#memory") == f"{found['resident_bytes'] / 1e6:.2f} MB"
     tried = {row[0]: row[3:] for row in rows(opened, "#tried table")}
     assert tried["W4A8"] == [opened.page.inner_text("#memory"), opened.page.inner_text("#size")]
     assert tried["W8A8"][1] not in ("", tried["W4A8"][1])

@@ -11,6 +11,7 @@ from anybit.common.progress import Advance
 from anybit.pages.rows import read_rows
 from anybit.spec import Bits
 from anybit.task.checkpoint import load_model
+from anybit.train.search import choose_strongest
 from anybit.train.side_by_side import SideBySide, one_by_one
 
 FEW = tuple(Bits(w, a) for w in (32, 4, 2) for a in (32, 4, 2))
@@ -89,8 +90,8 @@ def test_side_by_side_gives_the_same_numbers(tmp_path: Path) -> None:
 
 def test_the_strongest_harmless_strength_is_chosen() -> None:
     validation = {0.0: 0.98, 0.001: 0.985, 0.003: 0.971, 0.006: 0.969, 0.012: 0.975}
-    assert demo.choose_strength(validation, tolerance=0.01) == 0.012
-    assert demo.choose_strength({0.0: 0.98, 0.1: 0.5}, tolerance=0.01) == 0.0
+    assert choose_strongest(validation, tolerance=0.01) == 0.012
+    assert choose_strongest({0.0: 0.98, 0.1: 0.5}, tolerance=0.01) == 0.0
 
 
 def test_the_text_says_how_the_strength_was_chosen() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case
+from grids import quantize_tensor
 from torch import Tensor, fx, nn
 from views import applied, viewed
 
@@ -18,7 +19,6 @@ from anybit.graph.view import Graph, Norm
 from anybit.plan.equalize import Pair, Side, balance, equalize, find_pairs
 from anybit.plan.fold import fold
 from anybit.plan.moments import propagate
-from anybit.simulate.rounding import quantize_tensor
 from anybit.spec import QuantSpec
 
 tree_map_only = torch.utils._pytree.tree_map_only

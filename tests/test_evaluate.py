@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import anybit
 from anybit.errors import DataError, SpecError
-from anybit.evaluate.accuracy import Score, evaluate, kl_divergence, predict, score
+from anybit.evaluate.sweep import evaluate, kl_divergence
 from anybit.models import build_model
 from anybit.spec import Bits
 
@@ -20,7 +20,7 @@ LOG = math.log
 def test_score_by_hand() -> None:
     # softmax of (ln 3, 0) is (3/4, 1/4); of (0, ln 9) it is (1/10, 9/10)
     logits = torch.tensor([[LOG(3), 0.0], [LOG(3), 0.0], [0.0, LOG(9)]])
-    got = score(logits, torch.tensor([0, 1, 1]))
+    got = evaluate(nn.Identity(), [(logits, torch.tensor([0, 1, 1]))])
     assert got.accuracy == pytest.approx(2 / 3, rel=1e-12)
     assert got.loss == pytest.approx(-(LOG(3 / 4) + LOG(1 / 4) + LOG(9 / 10)) / 3, rel=1e-6)
     assert got.n == 3
@@ -29,7 +29,7 @@ def test_score_by_hand() -> None:
 @pytest.mark.parametrize("labels", [[0, 2], [-1, 0], []])
 def test_labels_that_no_class_has(labels: list[int]) -> None:
     with pytest.raises(DataError, match=r"labels go from 0 to 1|nothing to evaluate on"):
-        score(torch.zeros(len(labels), 2), torch.tensor(labels, dtype=torch.int64))
+        evaluate(nn.Identity(), [(torch.zeros(len(labels), 2), torch.tensor(labels, dtype=torch.int64))])
 
 
 def test_kl_by_hand() -> None:
@@ -66,23 +66,30 @@ def test_evaluate_by_hand_weighs_examples_not_batches() -> None:
         -LOG(math.exp(0.5 if y == 0 else x) / (math.exp(0.5) + math.exp(x)))
         for x, y in zip(X.flatten().tolist(), Y.tolist(), strict=True)
     ]
-    assert got == Score(3 / 5, pytest.approx(sum(losses) / 5, rel=1e-6), 5)  # type: ignore[arg-type]
+    assert (got.accuracy, got.n, got.metric) == (3 / 5, 5, "accuracy")
+    assert got.loss == pytest.approx(sum(losses) / 5, rel=1e-6)
 
 
-def test_predict_keeps_the_order_makes_no_graph_and_restores_every_mode() -> None:
+def predict(network: nn.Module, data: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return torch.cat([network(x) for x, _ in data]), torch.cat([y for _, y in data])
+
+
+def test_evaluate_makes_no_graph_and_restores_every_mode() -> None:
     network = Halves().train()
     network.inner[1].eval()
-    logits, labels = predict(network, LOADER)
-    assert torch.equal(logits[:, 1:], X)
-    assert torch.equal(labels, Y)
-    assert not logits.requires_grad
+    seen: list[Tensor] = []
+    network.register_forward_hook(lambda module, args, outputs: seen.append(outputs))
+    evaluate(network, LOADER)
+    assert torch.equal(torch.cat(seen)[:, 1:], X)
+    assert not any(outputs.requires_grad for outputs in seen)
     assert [m.training for m in (network, network.inner, *network.inner)] == [True, True, True, False]
 
 
-def test_predict_restores_the_mode_when_the_network_raises() -> None:
+def test_evaluate_restores_the_mode_when_the_network_raises() -> None:
     network = Halves().train()
     with pytest.raises(TypeError):
-        predict(network, [("no tensor", Y)])  # type: ignore[list-item]
+        evaluate(network, [("no tensor", Y)])
     assert all(module.training for module in network.modules())
 
 
@@ -124,8 +131,8 @@ def test_rows_say_what_was_measured() -> None:
     for row in rows[1:]:
         with net.at(weights=row.weights, activations=row.activations):
             logits, _ = predict(net, data)
-        got = score(logits, labels)
-        assert (row.accuracy, row.loss) == (got.accuracy, pytest.approx(got.loss, rel=1e-12))
+        assert row.accuracy == float((logits.argmax(1) == labels).double().mean())
+        assert row.loss == pytest.approx(float(nn.functional.cross_entropy(logits.double(), labels)), rel=1e-12)
         assert row.kl == pytest.approx(kl_divergence(reference, logits), rel=1e-4)
     kls = [row.kl for row in rows if row.kl is not None]
     assert kls[0] < kls[1] < kls[2] < kls[3]
@@ -342,7 +349,7 @@ def test_what_cannot_be_measured_is_said_in_a_sentence() -> None:
         anybit.sweep(net, data, widths=["W8A8"], metric="agrement")
     with pytest.raises(SpecError, match="a metric returns a number, or a sum and a count"):
         anybit.sweep(net, data, widths=["W8A8"], metric=lambda outputs, targets: "good")
-    with pytest.raises(SpecError, match=r"sweep takes a network from anybit.prepare\(.*\), got SmallConvNet"):
+    with pytest.raises(SpecError, match=r"sweep takes a network from anybit.prepare\(.*\), got VGGLike"):
         anybit.sweep(network(), data, widths=["W8A8"])  # type: ignore[arg-type]
     for widths in (4, [4], Bits(4, 4), [(4, 4, 4)]):
         with pytest.raises(SpecError, match=r'such as \[\(8, 8\), \(4, 4\)\] or "W8A8 W4A4"'):

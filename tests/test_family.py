@@ -266,7 +266,8 @@ def test_noise_under_the_gradient_penalty_is_the_same_in_both_passes() -> None:
 
 def test_noise_training_survives_low_widths_better() -> None:
     """The point of it, on a problem small enough for a test: less loss under two-bit rounding."""
-    from anybit.simulate.rounding import quantize_tensor
+    from grids import quantize_tensor
+
     from anybit.spec import QuantSpec
 
     x, y = batch(64)

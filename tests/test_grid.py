@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from grids import KINDS, kinds, shapes, spec_of, tensors, widths
+from grids import KINDS, kinds, quantize_tensor, shapes, spec_of, tensors, widths
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import quantize_one
@@ -32,7 +32,6 @@ from anybit.plan.grid import (
     quantize,
     weight_grid,
 )
-from anybit.simulate.rounding import quantize_tensor
 from anybit.spec import QuantSpec
 
 arrays = hnp.arrays(np.float64, shapes, elements=st.floats(-1e6, 1e6, allow_subnormal=False))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, images, warmed_up
+from grids import quantize_tensor
 from torch import Tensor, nn
 
 import anybit
@@ -16,7 +17,6 @@ from anybit.models import build_model
 from anybit.plan.grid import make_grid, min_max
 from anybit.simulate.modules import Bias, executors
 from anybit.simulate.network import QuantizedNetwork
-from anybit.simulate.rounding import quantize_tensor
 from anybit.spec import QuantSpec
 
 HELPERS = ["equalize", "bias", "sums", "clip", "all"]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import anybit
 from anybit.errors import CaptureError, SpecError
 from anybit.models import build_model
-from anybit.simulate.decompose import attention
+from anybit.simulate.capture import attention
 from anybit.simulate.modules import Weight, executors
 from anybit.simulate.network import QuantizedNetwork
 

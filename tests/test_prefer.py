@@ -18,9 +18,10 @@ from anybit.artifact import prefer, runtime, session
 from anybit.artifact.answers import Loss
 from anybit.artifact.bench import Gain, verdict
 from anybit.artifact.master import open_master, write_master
+from anybit.artifact.model import OnnxModel
 from anybit.artifact.prefer import ASKED, WEIGHTS, Notes, fastest, forms, interleaved
 from anybit.artifact.quantized_graph import quantized_graph
-from anybit.artifact.runtime import EXACT, onnxruntime, plain_session, sums_saturate
+from anybit.artifact.runtime import EXACT, compile_model, onnxruntime, sums_saturate
 from anybit.artifact.session import load
 from anybit.errors import DataError, SpecError
 from anybit.spec import FLOAT, Bits
@@ -292,7 +293,8 @@ def test_the_processor_is_asked_with_the_largest_bytes() -> None:
         [helper.make_tensor_value_info("y", TensorProto.INT32, [9, 8])], [numpy_helper.from_array(b, "b")],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    exact = np.array_equal(plain_session(model).run(None, {"a": a})[0], a.astype(int) @ b.astype(int))
+    engine = compile_model(OnnxModel(model), exact=False, threads=1, where="")
+    exact = np.array_equal(engine.run(None, {"a": a})[0], a.astype(int) @ b.astype(int))
     assert exact is not sums_saturate()
 
 

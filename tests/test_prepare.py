@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, Case, images, warmed_up
+from grids import quantize_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from anybit.models import build_model
 from anybit.plan.grid import make_grid
 from anybit.simulate.modules import Bias, Weight, executors
 from anybit.simulate.network import QuantizedNetwork
-from anybit.simulate.rounding import fake_quantize, quantize_tensor
+from anybit.simulate.rounding import fake_quantize
 from anybit.spec import QuantSpec
 
 

@@ -6,12 +6,12 @@ import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
 import torch
-from grids import KINDS, kinds, shapes, spec_of, tensors, widths
+from grids import KINDS, kinds, quantize_tensor, shapes, spec_of, tensors, widths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anybit.plan.grid import dequantize, make_grid, min_max, quantize
-from anybit.simulate.rounding import CHUNK, fake_quantize, gapless, quantize_tensor, snap_
+from anybit.simulate.rounding import CHUNK, fake_quantize, gapless, snap_
 from anybit.spec import QuantSpec
 
 arrays = hnp.arrays(np.float64, shapes, elements=st.floats(-1e6, 1e6, allow_subnormal=False))

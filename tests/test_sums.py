@@ -12,6 +12,7 @@ import anybit.plan.clip as clip
 import anybit.plan.rows as rows
 import anybit.plan.sums as squant_module
 from anybit.errors import SpecError
+from anybit.graph.view import by_output
 from anybit.plan.clip import mse_range
 from anybit.plan.grid import Array, Grid, make_grid, min_max, quantize
 from anybit.plan.sums import squant
@@ -130,7 +131,7 @@ def test_the_constraint_of_every_stage(
     assert np.abs(codes - inside).max() < 1 + fuzz
     if np.abs(inside - ratio).max() > fuzz:
         return  # an asymmetric range was shifted to have zero on the grid, and an end was cut off
-    error = squant_module._by_channel(codes - ratio, axis, groups).astype(np.float64)
+    error = by_output(codes - ratio, axis, groups).astype(np.float64)
     many = fuzz * np.sqrt(error.shape[1] * error.shape[2])
     assert np.abs(error.sum((1, 2))).max() <= 0.5 + many
     if error.shape[2] > 1:

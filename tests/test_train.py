@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import anybit
 from anybit.data import Batches, Dataset, Given, Split, load_dataset
 from anybit.errors import CheckpointError, NonFiniteError, SpecError
-from anybit.evaluate.accuracy import evaluate
+from anybit.evaluate.sweep import evaluate
 from anybit.models import build_model
 from anybit.spec import Bits
 from anybit.task.checkpoint import load_model, read_checkpoint

@@ -202,7 +202,7 @@ def check_without_torch(light: Path, desk: Path) -> None:
     for line in (
         "run model.onnx --input x.npy --policy fixed --bits W4A4", "export model.onnx out.onnx --bits W4A8",
         "bench model.onnx --rounds 1 --widths 'FP W8A8'", "adopt other.onnx --out adopted.onnx",
-        "report runs/digits-base-0",
+        "reconstruct model.onnx --calibrate x.npy --bits W4A4 --out better.onnx", "report runs/digits-base-0",
     ):  # fmt: skip
         run(light, desk, "anybit", *shlex.split(line))
     for line in ("train digits-base", "run model.onnx --input images", "watch model.onnx --policy fixed --times 1"):

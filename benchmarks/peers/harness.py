@@ -1,9 +1,9 @@
-"""What the script of every tool does around its own way to quantize: read the job, measure, print one JSON line.
+"""What the script of every tool does around its own way to quantize: read the job, measure, print a line per row.
 
-    python brevitas_fx.py checkpoint.safetensors images.safetensors "W8A8 W4A4" 15
+    echo '{"checkpoint": ..., "images": ..., "rounds": 3, "rows": [["per channel", "W4A8"]]}' | python nncf_torch.py
 
-The images file has `calibration`, `x` and `y`. Each width is a network of its own; their forward passes are timed in
-turns with the floating-point one, whose batch norm is folded, and reported as a ratio to it.
+Every row is printed as JSON as soon as it is known. Times are seconds of the processor on one thread, so that a busy
+machine does not count; forward passes are timed in turns with the floating-point one and reported as a ratio to it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+import onnxruntime
 import torch
 from safetensors import safe_open
 from torch import Tensor, fx, nn
@@ -30,11 +36,15 @@ from anybit.spec import Bits
 from anybit.task.checkpoint import load_model
 
 BATCH = 128
-LAYERS = (nn.Conv2d, nn.Linear)
+TIMED = 64
+EXPORTED = 512
+"""Images on which an exported file is compared with the simulation."""
+
+Row = dict[str, Any]
 
 
 class NotOffered(Exception):  # noqa: N818
-    """A width that the tool does not do; the message says what it does instead."""
+    """Something that the tool does not do; the message says what it does instead."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,16 @@ class Job:
         return folded(self.model)
 
 
-Quantize = Callable[[Job, int, int], nn.Module]
+class Made(NamedTuple):
+    """A network at one width, and what writes it as an ONNX file, if the tool has such a thing."""
+
+    network: Callable[[Tensor], Tensor]
+    export: Callable[[Path], Any] | None = None
+
+
+Quantize = Callable[[int, int], Made]
+Setting = Callable[[Job], Quantize]
+"""Does once what all widths share, and returns what makes one width."""
 
 
 def folded(model: nn.Module) -> fx.GraphModule:
@@ -81,64 +100,82 @@ def folded(model: nn.Module) -> fx.GraphModule:
     return traced
 
 
-def without_relu(model: fx.GraphModule) -> list[str]:
-    """Return the layers whose output is no activation: it goes into a sum, or out of the network."""
-    modules = dict(model.named_modules())
-    layers = [node for node in model.graph.nodes if isinstance(modules.get(str(node.target)), LAYERS)]
-    return [str(n.target) for n in layers if not all(isinstance(modules.get(str(u.target)), nn.ReLU) for u in n.users)]
+def ends(model: nn.Module) -> tuple[str, str]:
+    """Return the names of the first and the last layer."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    return layers[0], layers[-1]
+
+
+def run_file(path: Path) -> Callable[[Tensor], Tensor]:
+    """Return what runs an ONNX file as anybody would, with the options of a new session on one thread."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    (name,) = [value.name for value in session.get_inputs()]
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def to_onnx(network: nn.Module, path: Path) -> None:
+    """Write a network through PyTorch's own exporter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            network.eval(), (torch.zeros(2, 3, 32, 32),), str(path), input_names=["x"], dynamo=False,
+            dynamic_axes={"x": {0: "n"}}, opset_version=17,
+        )  # fmt: skip
 
 
 @torch.no_grad()
-def accuracy(network: nn.Module, job: Job) -> float:
-    found = torch.cat([network(x).argmax(1) for x in job.x.split(BATCH)])
-    return float((found == job.y).double().mean())
+def answers(network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the class that the network sees in each image."""
+    return torch.cat([network(part).argmax(1) for part in x.split(BATCH)])
 
 
 @torch.no_grad()
-def interleaved(networks: dict[str, nn.Module], x: Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds per forward pass of every network, one after the other, round after round."""
-    times: dict[str, list[float]] = {name: [] for name in networks}
-    for index in range(rounds + 2):
-        for name, network in networks.items():
-            begin = time.perf_counter()
-            network(x)
-            if index > 1:  # the first rounds warm up
-                times[name].append(time.perf_counter() - begin)
-    return times
+def slow_down(network: Callable[[Tensor], Tensor], job: Job, rounds: int) -> Row:
+    """Forward time over that of floating point, one after the other, round after round: ratio of medians and spread."""
+    x, times = job.x[:TIMED], {True: list[float](), False: list[float]()}
+    for index in range(rounds + 1):
+        for quantized in (False, True):
+            begin = time.process_time()
+            (network if quantized else job.reference)(x)
+            if index:  # the first round warms up
+                times[quantized].append(time.process_time() - begin)
+    each = [q / f for q, f in zip(times[True], times[False], strict=True)]
+    middle = statistics.median(times[True]) / statistics.median(times[False])
+    return {"slow_down": middle, "slow_down_low": min(each), "slow_down_high": max(each), "rounds": rounds}
 
 
-def ratio(times: list[float], base: list[float]) -> dict[str, float]:
-    """Ratio of medians, and the smallest and largest ratio within one round."""
-    each = [t / b for t, b in zip(times, base, strict=True)]
-    middle = statistics.median(times) / statistics.median(base)
-    return {"ratio": middle, "ratio_low": min(each), "ratio_high": max(each)}
-
-
-def measure(job: Job, tools: dict[str, Quantize], widths: list[str], rounds: int) -> list[dict[str, Any]]:
-    """One row per tool and width: accuracy, forward time over floating point, time to get to the width."""
-    networks: dict[str, nn.Module] = {"float": job.reference}
-    rows = [{"tool": tool, "bits": width} for tool in tools for width in widths]
-    for row in rows:
-        bits = Bits.parse(row["bits"])
-        begin = time.perf_counter()
+def agreement(made: Made, job: Job, found: Tensor) -> Row:
+    """How often the exported file and the simulation see the same class."""
+    if made.export is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
         try:
-            network = tools[row["tool"]](job, bits.weights, bits.activations)
-            seconds = time.perf_counter() - begin
-            found = accuracy(network, job)  # some tools fail only when they run
-        except NotOffered as reason:
-            row["reason"] = str(reason)
-            continue
-        except Exception as error:  # whatever it is, the other widths may work
-            row["reason"] = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-            continue
-        row |= {"seconds_to_width": seconds, "accuracy": found}
-        networks[f"{row['tool']} {row['bits']}"] = network
-    times = interleaved(networks, job.x[:BATCH], rounds)
-    for row in rows:
-        if "accuracy" in row:
-            row.update(ratio(times[f"{row['tool']} {row['bits']}"], times["float"]), rounds=rounds)
-    float_row = {"float_accuracy": accuracy(job.reference, job), "float_seconds": statistics.median(times["float"])}
-    return [{**row, **float_row, "n": len(job.y)} for row in rows]
+            made.export(path)
+            same = answers(run_file(path), job.x[:EXPORTED]) == found[:EXPORTED]
+        except Exception as error:
+            return {"export_error": said(error)}
+        size = sum(file.stat().st_size for file in Path(folder).iterdir())
+    return {"agreement": float(same.double().mean()), "agreement_n": len(same), "file_bytes": size}
+
+
+def said(error: BaseException) -> str:
+    """Return an error in one line."""
+    if isinstance(error, NotOffered):
+        return str(error)
+    return " ".join(f"{type(error).__name__}: {error}".split())[:240]
+
+
+def measured(job: Job, quantize: Quantize, bits: Bits, rounds: int) -> Row:
+    """Everything about one width."""
+    begin, wall = time.process_time(), time.perf_counter()
+    made = quantize(bits.weights, bits.activations)
+    row: Row = {"seconds": time.process_time() - begin, "wall_seconds": time.perf_counter() - wall}
+    found = answers(made.network, job.x)  # some tools fail only when they run
+    row["accuracy"] = float((found == job.y).double().mean())
+    return row | slow_down(made.network, job, rounds) | agreement(made, job, found)
 
 
 def read_job(checkpoint: str, images: str) -> Job:
@@ -149,11 +186,24 @@ def read_job(checkpoint: str, images: str) -> Job:
     return Job(model.eval(), *tensors, input_range=(low, high))
 
 
-def main(tools: dict[str, Quantize], package: str) -> None:
-    """Do the job that the command line names with each of these tools."""
-    checkpoint, images, widths, rounds = sys.argv[1:]
+def main(settings: dict[str, Setting], package: str) -> None:
+    """Do the rows that the first line of the input asks for, each of a setting and a width."""
+    asked = json.loads(sys.stdin.readline())
+    answer, sys.stdout = sys.stdout, sys.stderr  # tools print what they like
     warnings.simplefilter("ignore")  # about the tool's own future; nothing that a reader of the table could change
     logging.disable(logging.WARNING)
     torch.manual_seed(0)
-    rows = measure(read_job(checkpoint, images), tools, widths.split(), int(rounds))
-    print(json.dumps({"version": metadata.version(package), "threads": torch.get_num_threads(), "rows": rows}))
+    torch.set_num_threads(1)
+    job = read_job(asked["checkpoint"], asked["images"])
+    shared: dict[str, tuple[Quantize | BaseException, float]] = {}
+    for name, width in asked["rows"]:
+        row: Row = {"setting": name, "bits": width, "version": metadata.version(package), "n": len(job.y)}
+        try:
+            if name not in shared:
+                begin = time.process_time()
+                shared[name] = settings[name](job), time.process_time() - begin
+            quantize, once = shared[name]
+            row |= {"seconds_once": once, **measured(job, quantize, Bits.parse(width), asked["rounds"])}
+        except Exception as error:  # whatever it is, the other rows may work
+            row["error"] = said(error)
+        print(json.dumps(row), file=answer, flush=True)

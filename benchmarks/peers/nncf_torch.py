@@ -1,8 +1,10 @@
-"""NNCF: post-training quantization of a PyTorch network, min-max ranges, symmetric, per tensor."""
+"""NNCF: post-training quantization of a PyTorch network with its bias correction."""
 
 from __future__ import annotations
 
+import copy
 import os
+from pathlib import Path
 
 # Both are read at import. Without the first, NNCF reports its use over the network; without the second, it gives up on
 # compiling its extension after a minute.
@@ -10,34 +12,37 @@ os.environ.update(NNCF_CI="1", NNCF_EXTENSION_LOAD_TIMEOUT="0")
 
 import nncf
 import torch
-from harness import Job, folded, main
+from harness import Job, Made, Quantize, Setting, main, to_onnx
 from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, OverflowFix, QuantizationParameters
-from torch import Tensor, nn
 
 
-class Plain(nn.Module):
-    """Hides that the network is a traced graph, which NNCF would take for one of torch.export's."""
+def setting(*, per_channel: bool) -> Setting:
+    """Each width is a run of its own."""
 
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
+    def once(job: Job) -> Quantize:
+        def quantize(weights: int, activations: int) -> Made:
+            options = AdvancedQuantizationParameters(
+                overflow_fix=OverflowFix.DISABLE,
+                weights_quantization_params=QuantizationParameters(num_bits=weights, per_channel=per_channel),
+                activations_quantization_params=QuantizationParameters(num_bits=activations, per_channel=False),
+            )
+            network = nncf.quantize(
+                copy.deepcopy(job.model).eval(), nncf.Dataset(job.batches), subset_size=len(job.batches),
+                fast_bias_correction=False, advanced_parameters=options,
+            )  # fmt: skip
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what the graph returns."""
-        return self.body(x)
+            def export(path: Path) -> None:
+                to_onnx(nncf.strip(network), path)
+
+            return Made(network, export)
+
+        return quantize
+
+    return once
 
 
-@torch.no_grad()
-def quantize(job: Job, weights: int, activations: int) -> nn.Module:
-    options = AdvancedQuantizationParameters(
-        overflow_fix=OverflowFix.DISABLE,
-        weights_quantization_params=QuantizationParameters(num_bits=weights, per_channel=False),
-        activations_quantization_params=QuantizationParameters(num_bits=activations, per_channel=False),
-    )
-    data = nncf.Dataset(job.batches)
-    network = Plain(folded(job.model)).eval()
-    return nncf.quantize(network, data, subset_size=len(job.batches), advanced_parameters=options)
-
+SETTINGS = {"per channel": setting(per_channel=True), "per tensor": setting(per_channel=False)}
 
 if __name__ == "__main__":
-    main({"NNCF": quantize}, package="nncf")
+    with torch.no_grad():
+        main(SETTINGS, package="nncf")

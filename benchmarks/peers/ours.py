@@ -3,46 +3,55 @@
 from __future__ import annotations
 
 import copy
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from harness import Job, Quantize, main
-from torch import nn
+from harness import Job, Made, Quantize, Setting, main
 
 import anybit
 
 
-def tool(*, data: bool, fitted: bool = False, **settings: Any) -> Quantize:
+def setting(*, data: bool, fitted: bool = False, **options: Any) -> Setting:
     """Prepare once; every width after that is a `set_bits`, or the reconstruction of that width first."""
-    prepared: list[Any] = []
 
-    def quantize(job: Job, weights: int, activations: int) -> nn.Module:
-        if not prepared:
-            loader = job.batches if data else None
-            prepared.append(
-                anybit.prepare(job.model, job.x[:2], input_range=job.input_range, calibration=loader, **settings)
-            )
-        network = copy.deepcopy(prepared[0])
-        if fitted:
-            anybit.reconstruct(network, job.batches, widths=[(weights, activations)])
-        network.set_bits(weights=weights, activations=activations)
-        return network
+    def once(job: Job) -> Quantize:
+        loader = job.batches if data else None
+        net = anybit.prepare(job.model, job.x[:2], input_range=job.input_range, calibration=loader, **options)
 
-    return quantize
+        def quantize(weights: int, activations: int) -> Made:
+            own = copy.deepcopy(net) if fitted else net
+            if fitted:
+                anybit.reconstruct(own, job.batches, widths=[(weights, activations)])
+            own.set_bits(weights=weights, activations=activations)
+
+            def export(path: Path) -> None:
+                with tempfile.TemporaryDirectory() as folder:
+                    anybit.save(own, Path(folder) / "master.onnx")
+                    anybit.export(Path(folder) / "master.onnx", path, weights=weights, activations=activations)
+
+            return Made(own, export)
+
+        return quantize
+
+    return once
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "the paper's settings, no data": {"data": False, "preset": "paper"},
-    "no data": {"data": False},
-    "512 images": {"data": True},
-    "512 images, reconstructed": {"data": True, "fitted": True},
+CHANNEL: dict[str, Any] = {"per_channel": True}
+TENSOR: dict[str, Any] = {"per_channel": False}
+SAME: dict[str, Any] = {"sensitive": "same"}
+
+SETTINGS = {
+    "reconstructed, per channel": setting(data=True, fitted=True, **CHANNEL),
+    "per channel": setting(data=True, **CHANNEL),
+    "no data, per channel": setting(data=False, **CHANNEL),
+    "reconstructed, per channel, all layers": setting(data=True, fitted=True, **CHANNEL, **SAME),
+    "no data, per channel, all layers": setting(data=False, **CHANNEL, **SAME),
+    "reconstructed, per tensor": setting(data=True, fitted=True, **TENSOR),
+    "per tensor": setting(data=True, **TENSOR),
+    "no data, per tensor": setting(data=False, **TENSOR),
+    "no data, the paper's settings": setting(data=False, preset="paper"),
 }
 
 if __name__ == "__main__":
-    tools = {}
-    for name, way in WAYS.items():
-        if way.get("preset") == "paper":
-            tools[f"anybit, {name}"] = tool(**way)
-            continue
-        for per_channel, where in ((True, "per channel"), (False, "per tensor")):
-            tools[f"anybit, {name}, {where}"] = tool(**way, per_channel=per_channel)
-    main(tools, package="anybit")
+    main(SETTINGS, package="anybit")

@@ -1,102 +1,166 @@
 """anybit beside other tools on trained networks: accuracy, time to a new width, forward time over floating point.
 
-    make bench-peers
+    make bench-peers                                     goes on where it stopped
+    make bench-peers ARGS="--tools anybit,Brevitas --widths W4A8,W4A4"
+    make bench-peers ARGS=--show                         only prints what results/peers.json has
 
 Every tool gets the same checkpoint, the same 512 unlabelled training images and the same test images, in a process and
-an environment of its own. A tool that fails is shown with its own error. Writes results/peers.json.
+an environment of its own. Each row is written to results/peers.json as it comes, a tool that fails with its own error.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from environment import TOOLS, CannotRun, Tool, run
-from rich.console import Console
-from rich.table import Table
-from safetensors.torch import save_file
-
-from anybit.common.files import write_json
-from anybit.common.provenance import origin
+from environment import TOOLS, CannotRun, Tool, rows_of
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from anybit.common.files import write_json  # noqa: E402
+from anybit.common.provenance import origin  # noqa: E402
+
 WIDTHS = ("W8A8", "W6A6", "W4A8", "W4A4", "W3A8", "W3A3", "W2A8")
-CHECKPOINTS = (ROOT / "paper/checkpoints/converged-vgg-like-base-0/model.safetensors",)
+CHECKPOINTS = tuple(
+    ROOT / "paper/checkpoints" / name
+    for name in ("converged-resnet18-base-0", "laptop-mobilenet-v2-base-0", "converged-vgg-like-base-0")
+)
 CALIBRATION = 512
+ROUNDS = 3
 Row = dict[str, Any]
 
 
-def write_images(path: Path, count: int) -> None:
-    """Write the images that every tool gets: some to calibrate with, some to test on."""
-    sys.path.insert(0, str(ROOT))
-    from paper.cifar10 import load
+def write_images(count: int) -> Path:
+    """Write the images that every tool gets, some to calibrate with, some to test on, and return where."""
+    path = TOOLS[0].folder.parent / f"images-{count}.safetensors"
+    if not path.is_file():
+        from paper.cifar10 import load
 
-    data = load()
-    tensors = {"calibration": data.train.x[:CALIBRATION], "x": data.test.x[:count], "y": data.test.y[:count]}
-    save_file({n: t.contiguous() for n, t in tensors.items()}, path, {"input_range": json.dumps(data.input_range)})
+        data = load()
+        tensors = {"calibration": data.train.x[:CALIBRATION], "x": data.test.x[:count], "y": data.test.y[:count]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path, {"input_range": json.dumps(data.input_range)})
+    return path
 
 
-def rows_of(tool: Tool, *arguments: str) -> list[Row]:
-    """A tool's rows, or one row that says why there are none."""
+class Results:
+    """The rows of a file, written again after every new one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = self._read()
+
+    def missing(self, network: str, tool: Tool, widths: list[str], n: int, *, again: bool) -> list[tuple[str, str]]:
+        """Return the settings and widths that were not measured yet, all settings of a width together."""
+        done = {
+            (r["setting"], r["bits"])
+            for r in self.rows
+            if (r["network"], r["tool"], r.get("n", n)) == (network, tool.name, n) and not (again and "error" in r)
+        }
+        return [(s, w) for w in widths for s in tool.settings if (s, w) not in done]
+
+    def add(self, row: Row) -> None:
+        def key(r: Row) -> tuple[Any, ...]:
+            return r["network"], r["tool"], r["setting"], r["bits"]
+
+        came = origin()
+        with (Path(tempfile.gettempdir()) / f"{self.path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several runs may fill one file
+            others = [r for r in self._read() if key(r) != key(row)]
+            self.rows = [*others, {**row, "commit": came["commit"], "date": came["date"]}]
+            write_json(self.path, {"machine": came["machine"], "versions": came["versions"], "rows": self.rows})
+
+    def _read(self) -> list[Row]:
+        return json.loads(self.path.read_text())["rows"] if self.path.is_file() else []
+
+
+def float_row(checkpoint: Path, images: Path) -> Row:
+    """Return the accuracy of a network in floating point."""
+    from harness import answers, read_job
+
+    job = read_job(str(checkpoint / "model.safetensors"), str(images))
+    found = float((answers(job.reference, job.x) == job.y).double().mean())
+    return {"tool": "floating point", "setting": "", "bits": "FP", "accuracy": found, "n": len(job.y)}
+
+
+def measure(results: Results, tool: Tool, checkpoint: Path, images: Path, asked: list[tuple[str, str]]) -> None:
+    """Add the rows that were asked for; those that did not come say why."""
+    common = {"network": checkpoint.name, "tool": tool.name}
+    left = list(asked)
+    job = {"checkpoint": str(checkpoint / "model.safetensors"), "images": str(images), "rounds": ROUNDS, "rows": asked}
     try:
-        answer = run(tool, *arguments)
-    except CannotRun as error:
-        return [{"tool": tool.name, "bits": None, "reason": str(error)}]
-    return [{"version": answer["version"], "threads": answer["threads"], **r} for r in answer["rows"]]
+        for row in rows_of(tool, job):
+            results.add({**common, **row})
+            left.remove((row["setting"], row["bits"]))
+            print(checkpoint.name, tool.name, row["setting"], row["bits"], row.get("accuracy", row.get("error")))
+    except CannotRun as reason:
+        for setting, bits in left:
+            results.add({**common, "setting": setting, "bits": bits, "error": str(reason)})
 
 
-def shown(rows: list[Row], checkpoint: Path, widths: list[str]) -> Table:
-    """Accuracy at every width, and the median of the seconds to a width."""
-    floats = [r["float_accuracy"] for r in rows if "float_accuracy" in r]
-    exact = f"; floating point {100 * floats[0]:.1f} %" if floats else ""
-    table = Table(title=f"{checkpoint.parent.name}{exact}")
-    for column in ("tool", *widths, "seconds a width", "forward"):
+def shown(rows: list[Row], network: str) -> Table:
+    """Accuracy at every width, the median of the seconds to a width, the slow-down, and the agreement of the file."""
+    own = [r for r in rows if r["network"] == network]
+    exact = [f"; floating point {100 * r['accuracy']:.1f} %" for r in own if r["bits"] == "FP"]
+    table = Table(title=f"{network}{''.join(exact)}")
+    for column in ("tool", *WIDTHS, "seconds a width", "forward", "file agrees"):
         table.add_column(column, justify="left" if column == "tool" else "right")
-    for name in dict.fromkeys(r["tool"] for r in rows):
-        own = {r["bits"]: r for r in rows if r["tool"] == name}
-        if None in own:
-            table.add_row(f"{name}: {own[None]['reason']}", *["-"] * (len(widths) + 2))
-            continue
-        done = [r for r in own.values() if "accuracy" in r]
-        cells = [f"{100 * own[w]['accuracy']:.1f}" if "accuracy" in own.get(w, {}) else "-" for w in widths]
-        seconds = f"{sum(r['seconds_to_width'] for r in done) / len(done):.1f}" if done else "-"
-        forward = f"{sum(r['ratio'] for r in done) / len(done):.2f}x" if done else "-"
-        table.add_row(name, *cells, seconds, forward)
+    for tool, setting in dict.fromkeys((r["tool"], r["setting"]) for r in own if r["bits"] != "FP"):
+        at = {r["bits"]: r for r in own if (r["tool"], r["setting"]) == (tool, setting)}
+        done = [r for r in at.values() if "accuracy" in r]
+        accuracies = [f"{100 * at[w]['accuracy']:.1f}" if "accuracy" in at.get(w, {}) else "-" for w in WIDTHS]
+        table.add_row(
+            f"{tool}, {setting}", *accuracies, *(spread(done, k) for k in ("seconds", "slow_down", "agreement"))
+        )
     return table
+
+
+def spread(rows: list[Row], key: str) -> str:
+    values = sorted(r[key] for r in rows if key in r)
+    return f"{values[0]:.2f}-{values[-1]:.2f}" if values else "-"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tools", help=f"such as {TOOLS[0].name},{TOOLS[1].name}; default all")
-    parser.add_argument("--checkpoint", type=Path, action="append", help="default: what the repository has")
-    parser.add_argument("--widths", default=" ".join(WIDTHS))
+    parser.add_argument("--settings", default="", help="what the settings' names match, such as 'per channel$'")
+    parser.add_argument("--checkpoint", type=Path, action="append", help="a folder; default: what the repository has")
+    parser.add_argument("--widths", default=",".join(WIDTHS))
     parser.add_argument("--images", type=int, default=10_000, help="test images")
     parser.add_argument("--out", default=ROOT / "results/peers.json", type=Path)
+    parser.add_argument("--again", action="store_true", help="try once more what failed")
+    parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    console = Console(width=160)
-    everything: list[Row] = []
-    tools = [t for t in TOOLS if not options.tools or t.name in options.tools.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        images = Path(folder) / "images.safetensors"
-        write_images(images, options.images)
-        for checkpoint in options.checkpoint or CHECKPOINTS:
-            rows: list[Row] = []
-            for tool in tools:
-                console.print(f"running {tool.name}")
-                rows += rows_of(tool, str(checkpoint), str(images), options.widths, str(options.rounds))
-            console.print(shown(rows, checkpoint, options.widths.split()))
-            for r in rows:
-                if r["bits"] is not None and "reason" in r:
-                    console.print(f"{r['tool']}, {r['bits']}: {r['reason']}", highlight=False)
-            everything += [{"checkpoint": checkpoint.parent.name, **r} for r in rows]
-            write_json(options.out, {**origin(), "threads": torch.get_num_threads(), "seed": 0, "rows": everything})
-    console.print(f"written to {options.out}")
+    torch.set_num_threads(1)
+    results, console = Results(options.out), Console(width=170)
+    checkpoints = options.checkpoint or [c for c in CHECKPOINTS if c.is_dir()]
+    for checkpoint in [] if options.show else checkpoints:
+        images = write_images(options.images)
+        if not any((r["network"], r["bits"], r["n"]) == (checkpoint.name, "FP", options.images) for r in results.rows):
+            results.add({"network": checkpoint.name, **float_row(checkpoint, images)})
+        for tool in (t for t in TOOLS if not options.tools or t.name in options.tools.split(",")):
+            widths = options.widths.split(",")
+            asked = results.missing(checkpoint.name, tool, widths, options.images, again=options.again)
+            if asked := [pair for pair in asked if re.search(options.settings, pair[0])]:
+                measure(results, tool, checkpoint, images, asked)
+    for network in dict.fromkeys(r["network"] for r in results.rows):
+        console.print(shown(results.rows, network))
+    for r in results.rows:
+        if "error" in r or "export_error" in r:
+            failed = r.get("error") or f"the file: {r['export_error']}"
+            console.print(f"{r['network']}, {r['tool']}, {r['setting']}, {r['bits']}: {failed}", highlight=False)
 
 
 if __name__ == "__main__":

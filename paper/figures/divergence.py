@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from anybit.evaluate.accuracy import kl_divergence, predict
+from anybit.evaluate.sweep import kl_divergence
 from anybit.spec import Bits
 from paper.figures.drawing import COLORS, HATCHES, plain_log
 from paper.figures.request import BATCH, Request
+from paper.runs import predict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

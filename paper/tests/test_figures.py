@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import anybit
 from anybit.data import Dataset, load_dataset
 from anybit.errors import CheckpointError, DataError, FileError, SpecError
-from anybit.evaluate.accuracy import kl_divergence, predict
+from anybit.evaluate.sweep import kl_divergence
 from anybit.spec import Bits, Row
 from anybit.task.checkpoint import save_checkpoint
 from anybit.train.loop import train
@@ -44,7 +44,7 @@ from paper.figures.__main__ import command
 from paper.figures.make import FIGURES, kind_of, make_figure
 from paper.figures.progression import Curve, Logged
 from paper.figures.request import Request
-from paper.runs import Run, default_runs, folded_weights, load_runs, quantized, recipe_label
+from paper.runs import Run, default_runs, folded_weights, load_runs, predict, quantized, recipe_label
 
 BASE = Recipe(
     name="base",

@@ -461,6 +461,20 @@ def test_every_row_makes_a_recipe_of_every_network() -> None:
             assert len(seen) == len(rows)
 
 
+def test_rows_of_the_any_width_table_differ_and_share_one_start(tmp_path: Path) -> None:
+    table = find_table("table1", "any-width", runs=tmp_path)
+    maker = module.Maker(table, {}, print)
+    for network in table.networks:
+        recipes = [maker.changed(Job(network, seed, row)) for seed in (0, 1) for row in table.rows]
+        assert len({json.dumps(recipe.to_dict()) for recipe in recipes}) == 2 * len(table.rows)
+        assert {recipe.init for recipe in recipes} == {table.recipe(network, "tune").init}
+    lost = dataclasses.replace(table, recipes=tmp_path)
+    (tmp_path / "any-width").mkdir()
+    (tmp_path / "any-width" / "one-tune.toml").write_text('init = "nowhere.safetensors"' + RECIPE.format(part="tune"))
+    with pytest.raises(FileError, match=r"nowhere\.safetensors: no such checkpoint; train it first"):
+        module.Maker(lost, {}, print).base("one", 0)
+
+
 def test_the_tables_are_known_by_name() -> None:
     assert find_table("table1", "laptop", runs=Path("x")) == Table(runs=Path("x"))
     assert find_table("table1", "paper", results=Path("a")).file == Path("a/table1-paper.json")
@@ -469,7 +483,7 @@ def test_the_tables_are_known_by_name() -> None:
     assert (two.name, two.networks, two.rows) == ("table2", ("imagenet-resnet18",), IMAGENET_ROWS)
     with pytest.raises(SpecError, match="table2 is ImageNet at full size"):
         find_table("table2", "laptop")
-    with pytest.raises(SpecError, match="a scale is one of laptop, converged, paper; got 'desk'"):
+    with pytest.raises(SpecError, match="a scale is one of laptop, converged, paper, any-width; got 'desk'"):
         find_table("table1", "desk")
     with pytest.raises(SpecError, match="table1 or table2; got 'table3'"):
         find_table("table3", "laptop")

@@ -25,6 +25,7 @@ from anybit.spec import Bits, QuantSpec, Range, Row
 if TYPE_CHECKING:
     from anybit.artifact.adopt import adopt
     from anybit.artifact.export import export
+    from anybit.artifact.output_error import allocate
     from anybit.artifact.reconstruct import reconstruct
     from anybit.artifact.session import load
     from anybit.evaluate.sweep import sweep
@@ -51,6 +52,7 @@ __all__ = [
     "Row",
     "UniformNoise",
     "adopt",
+    "allocate",
     "export",
     "load",
     "prepare",
@@ -67,6 +69,7 @@ _ON_FIRST_USE = {
     "OrthogonalPenalty": ("anybit.objectives.orthogonal", "torch"),
     "UniformNoise": ("anybit.objectives.noise", "torch"),
     "adopt": ("anybit.artifact.adopt", ""),
+    "allocate": ("anybit.artifact.output_error", ""),
     "export": ("anybit.artifact.export", ""),
     "load": ("anybit.artifact.session", ""),
     "prepare": ("anybit.simulate.prepare", "torch"),

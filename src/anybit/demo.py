@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from anybit.common.progress import Advance, Start, quiet
 from anybit.common.provenance import origin
@@ -29,6 +28,7 @@ from anybit.task.task import prepared
 from anybit.train.begin import model_shape
 from anybit.train.loop import fit, steps_of, train
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, PenaltyRecipe, Recipe
+from anybit.train.search import choose_strongest
 from anybit.train.side_by_side import SideBySide, one_by_one
 
 PLAIN, PENALIZED = "without penalty", "with l1 penalty"
@@ -58,16 +58,6 @@ class DemoResult:
     validation: dict[float, float]
 
 
-def choose_strength(validation: dict[float, float], *, tolerance: float = TOLERANCE) -> float:
-    """Return the strongest λ whose validation accuracy is within `tolerance` of that of λ = 0.
-
-    >>> choose_strength({0.0: 0.98, 0.01: 0.979, 0.1: 0.9})
-    0.01
-    """
-    floor = validation[0.0] - tolerance
-    return max(strength for strength, accuracy in validation.items() if accuracy >= floor)
-
-
 def run_demo(
     folder: str | Path = "runs/demo",
     *,
@@ -94,7 +84,7 @@ def run_demo(
         scores = run(_train, tuned, start("fine-tuning", len(tuned) * steps_of(TUNE, data)))
         grouped = [scores[i : i + len(seeds)] for i in range(0, len(scores), len(seeds))]
         validation = {value: sum(part) / len(part) for value, part in zip(strengths, grouped, strict=True)}
-        strength = choose_strength(validation)
+        strength = choose_strongest(validation, TOLERANCE)
         jobs = [
             (_folder(folder, value, seed), label, seed, GRID, "paper")
             for label, value in ((PLAIN, 0.0), (PENALIZED, strength))
@@ -109,7 +99,7 @@ def run_demo(
     file = RowFile(
         "anybit demo: digits, without and with the gradient l1 penalty",
         tuple(rows),
-        {**origin(), **_settings()},
+        {**origin(), "base": BASE.to_dict(), "tune": TUNE.to_dict(), "strengths": list(STRENGTHS)},
         describe(strength, validation, defaults),
     )
     write_rows(folder / "rows.json", file)
@@ -165,11 +155,3 @@ def describe(
         f"{100 * TOLERANCE:g} point of that without penalty ({tried}).",
         *([f"Both are quantized with the settings of the paper. {better}"] if better else []),
     )
-
-
-def _settings() -> dict[str, Any]:
-    return {
-        "base": BASE.to_dict(),
-        "tune": TUNE.to_dict(),
-        "strengths": list(STRENGTHS),
-    }

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from anybit.common.strict import from_mapping
 from anybit.common.text import printable, quoted
 from anybit.errors import SpecError
 
@@ -68,10 +69,47 @@ class Bits:
             raise SpecError(f"a pair of widths looks like W4A8 or 4,8 (or FP); got {text[:60]!r}")
         return cls(int(match[1]), int(match[2]))
 
+    @classmethod
+    def of(cls, value: object, what: str = "widths are") -> Bits:
+        """Return widths given as a pair of numbers, as a text such as "W4A8", or as `Bits`.
+
+        >>> Bits.of((4, 8)) == Bits.of("W4A8") == Bits.of(Bits(4, 8))
+        True
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        if isinstance(value, tuple | list) and len(value) == 2:
+            return cls(*value)
+        raise SpecError(f"{what} a pair (weights, activations) such as (8, 8); got {value!r:.60}")
+
     def __str__(self) -> str:
         if self.weights == self.activations == FLOAT:
             return "FP"
         return f"W{self.weights}A{self.activations}"
+
+
+Widths = Iterable["Bits | str | tuple[int, int]"] | str
+"""Pairs of widths, each given as a pair of numbers, a text such as "W4A8", or `Bits`; or all in one text."""
+
+
+def widths_of(widths: Widths) -> list[Bits]:
+    """Return pairs of widths as values.
+
+    >>> widths_of(["FP", (8, 8)]) == widths_of("FP W8A8")
+    True
+    """
+    if isinstance(widths, str):
+        widths = widths.split()
+    elif isinstance(widths, Bits) or not isinstance(widths, Iterable):
+        raise SpecError(
+            'widths are a list of pairs (weights, activations), such as [(8, 8), (4, 4)] or "W8A8 W4A4"; got '
+            f"{widths!r:.60}"
+        )
+    if not (pairs := [Bits.of(width, "each of the widths is") for width in widths]):
+        raise SpecError("at least one pair of widths is needed, such as (8, 8)")
+    return pairs
 
 
 LayerWidths = Mapping[str, Bits | tuple[int, int]]
@@ -87,12 +125,7 @@ def layer_bits(layers: LayerWidths | None) -> dict[str, Bits]:
     Traceback (most recent call last):
     anybit.errors.SpecError: the widths of 'layer4.*' are a pair (weights, activations) such as (8, 8); got 8
     """
-    found = {}
-    for pattern, pair in (layers or {}).items():
-        if not isinstance(pair, Bits | tuple | list) or (not isinstance(pair, Bits) and len(pair) != 2):
-            raise SpecError(f"the widths of {pattern!r} are a pair (weights, activations) such as (8, 8); got {pair!r}")
-        found[pattern] = pair if isinstance(pair, Bits) else Bits(*pair)
-    return found
+    return {pattern: Bits.of(pair, f"the widths of {pattern!r} are") for pattern, pair in (layers or {}).items()}
 
 
 def names_point(pattern: str, name: str, *, weight: bool) -> bool:
@@ -197,21 +230,5 @@ class Row:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Row:
-        """Read what `to_dict` wrote; unknown or missing fields are an error that names them."""
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-        if unknown := sorted(set(values) - set(fields)):
-            raise SpecError(f"a row has no field {unknown[0]!r}; it has {', '.join(fields)}")
-        if missing := sorted(required - set(values)):
-            raise SpecError(f"a row lacks {', '.join(missing)}")
-        for name in ("seed", "weights", "activations", "n"):
-            if isinstance(values[name], bool) or not isinstance(values[name], int):
-                raise SpecError(f"{name} of a row must be a whole number, got {values[name]!r}")
-        for name in ("accuracy", "loss"):
-            if name == "loss" and values[name] is None:
-                continue
-            if isinstance(values[name], bool) or not isinstance(values[name], int | float):
-                raise SpecError(f"{name} of a row must be a number, got {values[name]!r}")
-        if not isinstance(values.get("metric", ""), str):
-            raise SpecError(f"metric of a row must be a text, got {values['metric']!r}")
-        return cls(**values)
+        """Read what `to_dict` wrote; unknown or missing fields and wrong types are an error that names them."""
+        return from_mapping(cls, values, error=SpecError)

@@ -7,7 +7,7 @@ to its view, and run for calibration.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from anybit.artifact.coverage import coverage, table_rows
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import STORES, Header
 from anybit.artifact.inputs import inputs_of
+from anybit.artifact.layers import apart
 from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
 from anybit.artifact.runtime import TYPES, compile_model, run_in_time, time_limit
+from anybit.artifact.widen import remembered, widened
 from anybit.common.provenance import origin
 from anybit.errors import DataError, FileError, SpecError
 from anybit.graph.from_onnx import read_onnx
@@ -67,7 +69,9 @@ def adopt(
             a symmetric grid half of the codes would be wasted.
         per_channel: One scale per output channel of a weight, without which some networks go dead at 8 bits.
         sigmas: How many standard deviations around the mean a range from batch norm covers.
-        sensitive: How layers that few bits hurt most are treated: "8-bit", "same" or "float".
+        sensitive: How layers that few bits hurt most are treated: "measured", "8-bit", "same" or "float". The default
+            is "measured": 8 bits or more for the usual ones, and more bits for the points that cost the outputs most
+            over a few of the inputs, for at most a tenth of the multiplications; the plan says which.
         helpers: What to do for accuracy without data: "equalize", "bias", "sums", "clip", or "all".
         store: How weights are stored: "fp32", "fp16" or "int8".
         preprocessing: How pictures become inputs; stored in the master, so that `anybit run` and others feed them so.
@@ -78,31 +82,27 @@ def adopt(
     """
     if store not in STORES:
         raise SpecError(f"store must be one of {', '.join(STORES)}; got {store!r}")
+    if preset == "default":
+        sensitive = sensitive or "measured"
     settings = Settings.of(
         preset, method=method, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas, sensitive=sensitive,
         helpers=helpers,
     )  # fmt: skip
     model = read_model_file(Path(path))
-    first: list[Feed] = []
-    if calibration is not None:
-        calibration = _remembered(calibration, first)
+    some: list[Feed] = []
     fed = {} if preprocessing is None else _fed_intervals(model, preprocessing)
-    plan = plan_for(model, settings, calibration, input_range, fed=fed, where=str(path))
-    found = coverage(model, plan, first[0] if first else None, where=str(path))
+    plan, together = plan_for(model, settings, calibration, input_range, some, fed=fed, where=str(path))
+    if some and settings.sensitive == "measured":
+        plan = widened(apart(model, plan, Path(path)), together, some)
+    found = coverage(model, plan, some[0] if some else None, where=str(path))
     if not found.weights:
         raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan)}; nothing was written")
     known = {"adopted_from": Path(path).name, "origin": origin(), "quantized": found.to_dict()}
-    known |= {"shapes": {name: list(np.shape(x)) for name, x in first[0].items()}} if first else {}
+    if some and calibration is not None:
+        known["shapes"] = {name: list(np.shape(x)) for name, x in some[0].items()}
     known |= {**(about or {}), **(preprocessing.to_about() if preprocessing else {})}
     write_master(out, model, Header(plan, store, known))
     return plan
-
-
-def _remembered(feeds: Iterable[Feed], first: list[Feed]) -> Iterator[Feed]:
-    """Hand on inputs, and keep the first one."""
-    for feed in feeds:
-        first[:] = first or [feed]
-        yield feed
 
 
 def plan_for(
@@ -110,11 +110,15 @@ def plan_for(
     settings: Settings,
     calibration: Iterable[Feed] | None,
     input_range: Interval | Mapping[str, Interval] | None,
+    some: list[Feed],
     *,
     fed: Mapping[str, Interval] | None = None,
     where: str,
-) -> Plan:
-    """Return the plan of a model, which changes with folding and equalizing; `fed` is where made-up inputs lie."""
+) -> tuple[Plan, list[list[str]]]:
+    """Return the plan of a model, which changes with folding and equalizing, and the points that share their grid.
+
+    `some` gets a few of the inputs that were run; `fed` is where made-up ones lie.
+    """
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
     built = build(graph, settings)
     apply_changes(model, graph, built)
@@ -122,14 +126,13 @@ def plan_for(
     if not plan.weights:
         raise FileError(f"{where}: has no weight that could be quantized; {_why_none(plan)}")
     if calibration is not None:
-        plan = _calibrated(model, Calibration(plan, settings.method), calibration, where=where)
+        plan = _calibrated(model, Calibration(plan, settings.method), calibration, some, where=where)
     else:
         watch = Calibration(plan, settings.method, made_up=True)
         with contextlib.suppress(DataError):  # nothing that was made up runs: what is unknown stays in floating point
-            plan = _calibrated(
-                model, watch, None, ids=table_rows(model), interval={**(fed or {}), **_intervals(plan)}, where=where
-            )
-    return joined(plan, built.joined)
+            ids, interval = table_rows(model), {**(fed or {}), **_intervals(plan)}
+            plan = _calibrated(model, watch, None, some, ids=ids, interval=interval, where=where)
+    return joined(plan, built.joined), built.joined
 
 
 def _why_none(plan: Plan) -> str:
@@ -203,6 +206,7 @@ def _calibrated(
     model: OnnxModel,
     watch: Calibration,
     feeds: Iterable[Feed] | None,
+    some: list[Feed],
     *,
     ids: int = 0,
     interval: Mapping[str, Interval] | None = None,
@@ -221,7 +225,7 @@ def _calibrated(
         feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, where=where)
     wanted = [value for value in engine.get_inputs() if value.type in TYPES]
     seen = False
-    for feed in feeds:
+    for feed in remembered(feeds, some):
         try:
             values: Feed = {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted}
             found = run_in_time(engine, list(places), values, time_limit())

@@ -203,16 +203,21 @@ def _check_constants(graph: GraphProto, shapes: Mapping[str, Sizes], held: Mappi
                 )
 
 
+def setting(name: str, usual: float, most: float, unit: str) -> float:
+    """Return the number that an environment variable sets, or the usual one."""
+    text = os.environ.get(name, "")
+    try:
+        found = float(text or usual)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < most:  # NaN is not
+        raise SpecError(f"{name} must be a number of {unit} such as {usual:g}, got {printable(text, 40)!r}")
+    return found
+
+
 def memory_limit() -> int:
     """Return how many bytes all runs of this process may work with at a time."""
-    text = os.environ.get(SETTING, "")
-    try:
-        found = float(text) if text else WORKING_MEMORY / 2**30
-        if not 0 < found < 2**20:
-            raise ValueError
-    except ValueError:
-        raise SpecError(f"{SETTING} must be a number of gigabytes, got {printable(text, 40)!r}") from None
-    return int(found * 2**30)
+    return int(setting(SETTING, WORKING_MEMORY / 2**30, 2**20, "gigabytes") * 2**30)
 
 
 _limited: list[int] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,14 @@ import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 
 from anybit.artifact.bounds import check_sizes
-from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite, subgraphs
-from anybit.artifact.runtime import plain_session
-from anybit.common.text import printable
+from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite
+from anybit.artifact.runtime import compile_model
+from anybit.common.text import printable, quoted
 from anybit.errors import FileError, SpecError
+from anybit.graph.from_onnx import OPSET as OPSET
+from anybit.graph.from_onnx import outlined, subgraphs
 from anybit.plan.extras import decompress
 from anybit.plan.points import Bias, Weight
-from anybit.plan.text import said
-
-OPSET = 21
-"""The operator set of masters and exports: the first with 4-bit and 16-bit quantization."""
 
 OLDEST = 13
 """The oldest that a master may have: the first with scales per channel. Files with branches or loops keep their own."""
@@ -59,7 +58,7 @@ def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: 
     standard = OLDEST <= versions.get("", 0) <= OPSET
     if not standard or len(versions) != len(proto.opset_import) or not versions.keys() <= DOMAINS:
         wanted = f"the standard operators, version {OLDEST} to {OPSET}"
-        raise FileError(f"{where}: opset_import must be {wanted}, and those of ONNX Runtime; got {said(versions)}")
+        raise FileError(f"{where}: opset_import must be {wanted}, and those of ONNX Runtime; got {quoted(versions)}")
     for name in ("functions", "training_info"):
         if getattr(proto, name):
             raise FileError(f"{where}: {name} is not empty; a master has none")
@@ -144,14 +143,14 @@ def check_node(node: NodeProto, *, where: str, depth: int = 0) -> None:
     """Refuse operators of unknown domains, deep nesting, and attributes that no layer has; subgraphs are gone into."""
     if node.domain not in DOMAINS:
         raise FileError(f"{where}: operator of domain {node.domain[:40]!r}; ONNX Runtime has none of that")
+    for graph in subgraphs(node):
+        if depth >= _DEEPEST:
+            raise FileError(f"{where}: subgraphs lie more than {_DEEPEST} deep in each other")
+        for i, inner in enumerate(graph.node):
+            check_node(inner, where=f"{where}: node {i} ({inner.op_type[:40]})", depth=depth + 1)
+        for tensor in graph.initializer:
+            check_tensor(tensor, None, where=f"{where}: tensor {tensor.name[:60]!r}")
     for attribute in node.attribute:
-        for graph in subgraphs(attribute):
-            if depth >= _DEEPEST:
-                raise FileError(f"{where}: subgraphs lie more than {_DEEPEST} deep in each other")
-            for i, inner in enumerate(graph.node):
-                check_node(inner, where=f"{where}: node {i} ({inner.op_type[:40]})", depth=depth + 1)
-            for tensor in graph.initializer:
-                check_tensor(tensor, None, where=f"{where}: tensor {tensor.name[:60]!r}")
         if attribute.HasField("sparse_tensor") or attribute.sparse_tensors or attribute.ref_attr_name:
             raise FileError(f"{where}: attribute {attribute.name[:40]!r} is of a kind that is not supported")
         for tensor in tensors_of(attribute):
@@ -211,22 +210,14 @@ def _check_type(kind: TypeProto, *, where: str) -> None:
 
 def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, where: str) -> None:
     """Let ONNX check the graph, and see that its values stay within bounds."""
-    probe = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
-    is_long = [t.data_location == TensorProto.EXTERNAL or len(t.raw_data) > _LONG for t in model.graph.initializer]
-    large = [tensor for tensor, long in zip(model.graph.initializer, is_long, strict=True) if long]
-    probe.graph.name = "graph"
-    probe.graph.node.extend(model.graph.node)
-    probe.graph.input.extend(model.graph.input)
-    probe.graph.output.extend(model.graph.output)
-    probe.graph.initializer.extend(t for t, long in zip(model.graph.initializer, is_long, strict=True) if not long)
     # What is long or lies outside of the graph comes in as an input of the same type and shape.
-    outside = [(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
-    outside += [(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in large]
+    probe, large = outlined(model, lambda t: t.data_location == TensorProto.EXTERNAL or len(t.raw_data) > _LONG)
+    outside: list[tuple[str, int, tuple[int, ...]]] = [(n, TensorProto.FLOAT, shape) for n, shape in shapes.items()]
     probe.graph.input.extend(onnx.helper.make_tensor_value_info(*value) for value in outside)
+    outside += [(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in large]
 
     # The shapes of other domains' operators, and of what comes out of branches and loops, nobody infers.
-    strict = not any(node.domain or any(node.attribute[i].HasField("g") for i in range(len(node.attribute)))
-                     for node in model.graph.node)  # fmt: skip
+    strict = not any(node.domain or next(subgraphs(node), None) is not None for node in model.graph.node)
 
     def infer(model: onnx.ModelProto) -> onnx.ModelProto:
         try:
@@ -244,4 +235,5 @@ def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, 
         raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
     for kind in shapeless:
         kind.ClearField("shape")
-    check_sizes(probe, outside, where=where, infer=infer, session=plain_session)
+    plain = partial(compile_model, exact=False, threads=1, where=where, optimize=False)
+    check_sizes(probe, outside, where=where, infer=infer, session=lambda part: plain(OnnxModel(part)))

@@ -22,8 +22,9 @@ from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.graph.from_onnx import attributes, read_onnx
 from anybit.graph.view import Graph, Node, origins
-from anybit.plan.points import Plan
+from anybit.plan.points import Plan, Weight
 from anybit.plan.sites import PRODUCTS
+from anybit.plan.widen import MEASURED, units_of
 from anybit.spec import FLOAT, NARROWEST
 
 Array = npt.NDArray[Any]
@@ -37,13 +38,15 @@ FEW = 0.5
 class Coverage:
     """Which part of a network's weights and multiplications is quantized; the latter is None where nothing ran.
 
-    `wide` is the part of the multiplications in layers that never go to the narrowest width. `floating` has the reasons
+    `wide` is the part of the multiplications in layers that never go to the narrowest width, `measured` that of layers
+    which keep more bits because a measurement said so. `floating` has the reasons
     why weights are not quantized, each with its part of the weights.
     """
 
     weights: float
     multiplications: float | None
     wide: float | None = None
+    measured: float | None = None
     floating: tuple[tuple[str, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,18 +77,28 @@ def coverage(model: OnnxModel, plan: Plan, feed: Mapping[str, Array] | None, *, 
         reasons[_why(users.get(name, []))] += sizes[name]
     rounded = sum(size for name, size in sizes.items() if name in places)
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
-    nodes = [node for node in graph.nodes if node.kind in PRODUCTS and node.kind != "inside"]
-    counts = _counted(model, nodes, feed, where=where)
+    nodes = products(graph)
+    counts = counted(model, nodes, feed, where=where)
     all_of_them = sum(counts.values())
     done = sum(count for node, count in counts.items() if _is_quantized(graph, node, plan))
     floored = {weight.place for weight in plan.weights if weight.floor > NARROWEST}
     wide = sum(count for node, count in counts.items() if floored & {*node.inputs, *node.weights})
+    each = {node.output: count for node, count in counts.items()}
+    kept = {point.name for point in plan.points if point.because == MEASURED}
+    wider = (unit.products for unit in units_of(graph, plan, (), counts) if kept.intersection(unit.names))
+    measured = sum(each[output] for output in frozenset().union(*wider))
     return Coverage(
         rounded / total if total else 0.0,
         done / all_of_them if all_of_them else None,
         wide / all_of_them if all_of_them else None,
+        measured / all_of_them if all_of_them else None,
         tuple((reason, size / total) for reason, size in reasons.most_common()),
     )
+
+
+def products(graph: Graph) -> list[Node]:
+    """Return the products whose multiplications can be counted from outside."""
+    return [node for node in graph.nodes if node.kind in PRODUCTS and node.kind != "inside"]
 
 
 def _users(model: OnnxModel) -> dict[str, list[str]]:
@@ -116,7 +129,7 @@ def _is_quantized(graph: Graph, node: Node, plan: Plan) -> bool:
     return all(source in (weights if source in graph.constants else ranged) for source in sources)
 
 
-def _counted(
+def counted(
     model: OnnxModel, nodes: Sequence[Node], feed: Mapping[str, Array] | None, *, where: str
 ) -> dict[Node, int]:
     """Return how many multiplications each product takes, or nothing where no input runs."""
@@ -186,20 +199,23 @@ def summary(plan: Plan, found: Coverage) -> list[str]:
     lines += [f"stays in floating point: {_percent(part)} of the weights, {why}" for why, part in found.floating[:4]]
     left = Counter(entry.reason for entry in plan.left)
     lines += [f"stays in floating point: {reason} ({count} times)" for reason, count in left.most_common(4)]
-    return lines + _wide(plan, found.wide)
+    return lines + _wide(plan, found)
 
 
-def _wide(plan: Plan, share: float | None) -> list[str]:
+def _wide(plan: Plan, found: Coverage) -> list[str]:
     """Say which layers keep more bits than the others, and why."""
-    wide = [weight for weight in plan.weights if weight.floor > NARROWEST]
+    wide = [p for p in plan.points if (isinstance(p, Weight) and p.floor > NARROWEST) or p.because == MEASURED]
     lines = []
-    for floor, because in dict.fromkeys((weight.floor, weight.because) for weight in wide):
-        names = [weight.name for weight in wide if (weight.floor, weight.because) == (floor, because)]
+    for floor, because in dict.fromkeys((point.floor, point.because) for point in wide):
+        names = [point.name for point in wide if (point.floor, point.because) == (floor, because)]
         at = "in floating point" if floor == FLOAT else f"at {floor} bits or more"
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         shown = ", ".join(printable(name, 50) for name in names[:3])
         lines.append(f"kept {at}{f' ({because})' if because else ''}: {shown}{more}")
-    return lines + ([f"these have {_percent(share)} of the multiplications"] if wide and share is not None else [])
+    lines += [f"these have {_percent(found.wide)} of the multiplications"] if wide and found.wide is not None else []
+    if found.measured:
+        lines.append(f"those with much of the measured error have {_percent(found.measured)} of them, at most 10%")
+    return lines
 
 
 def _ranges(plan: Plan) -> list[str]:

@@ -46,20 +46,11 @@ def export(
     bits = Bits(weights, activations)
     numbers = opened.plan.at(bits, layers, tensors=opened.tensors)
     model, exact = quantized_graph(opened, numbers, packed=True, anywhere=not signed)
-    note = protobuf_scan.entry(NOTE, json.dumps(describe(bits, exact=exact), ensure_ascii=False))
-    write_model(out, model, lambda file, data: file.write(note), spare=len(note))
-
-
-def describe(bits: Bits, *, exact: bool) -> dict[str, Any]:
-    """Return what an exported file says about itself.
-
-    >>> describe(Bits(4, 8), exact=False)
-    {'bits': 'W4A8', 'session_options': {}}
-    """
-    note: dict[str, Any] = {"bits": str(bits), "session_options": {EXACT: "1"} if exact else {}}
+    about: dict[str, Any] = {"bits": str(bits), "session_options": {EXACT: "1"} if exact else {}}
     if exact:
-        note["why"] = (
+        about["why"] = (
             "ONNX Runtime on processors without VNNI adds two products of 8-bit numbers in 16 bits and saturates; "
             "with this session option it does not"
         )
-    return note
+    note = protobuf_scan.entry(NOTE, json.dumps(about, ensure_ascii=False))
+    write_model(out, model, lambda file, data: file.write(note), spare=len(note))

@@ -19,9 +19,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from anybit.common.text import quoted
 from anybit.errors import FileError, SpecError
 from anybit.plan.points import Plan
-from anybit.plan.text import entry, is_whole, plan_from_old, plan_from_values, plan_to_values, said, same_keys
+from anybit.plan.text import entry, is_whole, plan_from_old, plan_from_values, plan_to_values, same_keys
 
 VERSION = 4
 """What is written; 1 (in one file), 2 (in two) and 3 (no width has anything of its own) are read."""
@@ -40,9 +41,9 @@ class Data:
 
     def __post_init__(self) -> None:
         if self.file in ("", ".", "..") or not self.file.isprintable() or set(self.file) & {"/", "\\", ":"}:
-            raise SpecError(f"file must be the plain name of a file in the same folder, got {said(self.file)}")
+            raise SpecError(f"file must be the plain name of a file in the same folder, got {quoted(self.file)}")
         if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise SpecError(f"sha256 must be 64 lower-case hexadecimal digits, got {said(self.sha256)}")
+            raise SpecError(f"sha256 must be 64 lower-case hexadecimal digits, got {quoted(self.sha256)}")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Header:
 
     def __post_init__(self) -> None:
         if self.store not in STORES:
-            raise SpecError(f"store must be one of {', '.join(STORES)}; got {said(self.store)}")
+            raise SpecError(f"store must be one of {', '.join(STORES)}; got {quoted(self.store)}")
         places = [entry.place for entry in (*self.plan.points, *self.plan.biases)]
         if twice := [name for name, count in Counter(places).items() if count > 1]:
             raise SpecError(f"the tensor or value {twice[0][:60]!r} is listed twice")
@@ -83,20 +84,20 @@ def read_header(text: str, *, where: str) -> Header:
     except (ValueError, RecursionError) as error:
         raise FileError(f"{where}: metadata {KEY!r} is no JSON ({error}); save the master again") from error
     if not isinstance(values, dict):
-        raise FileError(f"{where}: metadata {KEY!r} must be a JSON object, got {said(values)}")
+        raise FileError(f"{where}: metadata {KEY!r} must be a JSON object, got {quoted(values)}")
     version: Any = values.get("version")
     if not is_whole(version) or version < 1:
-        raise FileError(f"{where}: version must be a whole number from 1 on, got {said(version)}")
+        raise FileError(f"{where}: version must be a whole number from 1 on, got {quoted(version)}")
     if version > VERSION:
         raise FileError(
-            f"{where}: version is {said(version)}, this anybit reads up to {VERSION}; "
+            f"{where}: version is {quoted(version)}, this anybit reads up to {VERSION}; "
             "update anybit: pip install -U anybit"
         )
     lists = {"plan"} if version >= 3 else {"weights", "biases", "activations"}
     needed = {"version", "store", "about"} | lists | ({"data"} if version == 2 else set())
     same_keys(values, needed | ({"data"} if version >= 3 else set()), needed, where)
     if not isinstance(values["about"], dict):
-        raise FileError(f"{where}: about must be a JSON object, got {said(values['about'])}")
+        raise FileError(f"{where}: about must be a JSON object, got {quoted(values['about'])}")
     if version >= 3:
         plan = plan_from_values(values["plan"], where=f"{where}: plan")
     else:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from anybit.artifact.header import Header
 from anybit.artifact.master import Master
 from anybit.artifact.model import OnnxModel
 from anybit.graph.from_onnx import attributes, read_onnx
 from anybit.graph.view import Graph, Node, origins
-from anybit.plan.points import Bias, Weight
+from anybit.plan.points import Bias, Plan, Weight
 from anybit.plan.windows import Windows
 
 Array = npt.NDArray[Any]
@@ -69,6 +71,16 @@ def complete(master: Master) -> OnnxModel:
     for weight in master.plan.weights:
         model.graph.initializer.append(model.tensor(master.weights[weight.name], weight.place))
     return model
+
+
+def apart(model: OnnxModel, plan: Plan, path: Path) -> Master:
+    """Return a model with its weights in it as a master that is nowhere on disk."""
+    rest = model.copy()
+    held = {tensor.name: tensor for tensor in rest.graph.initializer}
+    weights = {weight.name: rest.array(held[weight.place]).astype(np.float32) for weight in plan.weights}
+    places = {weight.place for weight in plan.weights}
+    rest.set_initializers([tensor for tensor in rest.graph.initializer if tensor.name not in places])
+    return Master(path, Header(plan), rest, weights)
 
 
 def layers_of(master: Master) -> list[Layer]:

@@ -25,7 +25,7 @@ from anybit.artifact import protobuf_scan
 from anybit.artifact.check import check_axis, check_extras, check_model, check_names, check_tensor
 from anybit.artifact.header import DIGEST, KEY, Data, Header, read_header, write_header
 from anybit.artifact.model import Array as Numbers
-from anybit.artifact.model import OnnxModel, is_finite, names_in
+from anybit.artifact.model import OnnxModel, is_finite, names_in, set_nodes
 from anybit.artifact.storage import LIMIT, read_model, write_model
 from anybit.artifact.weight_nodes import weight_nodes, weight_tensors
 from anybit.common.text import quoted
@@ -125,9 +125,7 @@ def stored(model: OnnxModel, header: Header, *, where: str) -> OnnxModel:
         else:
             tensors.append(tensor)
     out.set_initializers(tensors)
-    nodes = [*before, *model.graph.node]
-    del out.graph.node[:]
-    out.graph.node.extend(nodes)
+    set_nodes(out.graph, [*before, *model.graph.node])
     return out
 
 
@@ -227,10 +225,8 @@ def _take_weights(model: OnnxModel, header: Header, *, where: str, hold: bool) -
         parts = _parts(weight, header.store, makers.get(weight.place), spot)
         used |= set(parts.values())
         weights[weight.name] = _checked(weight, model, held, parts, spot, hold=hold)
-    nodes = [node for node in graph.node if not made.intersection(node.output)]
+    set_nodes(graph, [node for node in graph.node if not made.intersection(node.output)])
     model.set_initializers([tensor for tensor in graph.initializer if tensor.name not in used])
-    del graph.node[:]
-    graph.node.extend(nodes)
     return weights
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import AttributeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from anybit.graph.from_onnx import subgraphs
 
 Array = NDArray[Any]
 Load = Callable[[], Array]
@@ -139,20 +141,19 @@ def is_finite(array: Array) -> bool:
     return array.size == 0 or (math.isfinite(array.min()) and math.isfinite(array.max()))
 
 
-def subgraphs(attribute: AttributeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graphs that an attribute holds: branches and loop bodies."""
-    if attribute.HasField("g"):
-        yield attribute.g
-    yield from attribute.graphs
+def set_nodes(graph: onnx.GraphProto, nodes: Iterable[NodeProto]) -> None:
+    """Replace the nodes of a graph, by some of its own or by others."""
+    kept = list(nodes)
+    del graph.node[:]
+    graph.node.extend(kept)
 
 
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yield a graph and all graphs inside it: branches and loop bodies."""
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in subgraphs(attribute):
-                yield from all_graphs(inner)
+        for inner in subgraphs(node):
+            yield from all_graphs(inner)
 
 
 def names_in(graph: onnx.GraphProto) -> set[str]:

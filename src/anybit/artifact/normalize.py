@@ -11,8 +11,9 @@ import onnx
 from onnx import NodeProto, TensorProto, numpy_helper
 from onnx.inliner import inline_local_functions
 
-from anybit.artifact.model import OnnxModel, all_graphs, names_in, subgraphs
+from anybit.artifact.model import OnnxModel, all_graphs, set_nodes
 from anybit.errors import FileError
+from anybit.graph.from_onnx import used_by
 
 QUANTIZED = {
     "QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearConcat",
@@ -20,20 +21,7 @@ QUANTIZED = {
     "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "DynamicQuantizeLinear",
     "MatMulNBits", "QuantizeLinear",
 }  # fmt: skip
-"""Operators of files that are quantized already."""
-
-
-def captured(node: NodeProto) -> set[str]:
-    """Return the names that a node's branches or loop body use of the graph around them."""
-    found: set[str] = set()
-    for attribute in node.attribute:
-        for graph in subgraphs(attribute):
-            own = {name for part in all_graphs(graph) for n in part.node for name in n.output}
-            own |= {t.name for part in all_graphs(graph) for t in part.initializer}
-            own |= {v.name for part in all_graphs(graph) for v in part.input}
-            found |= names_in(graph) | {v.name for v in graph.output}
-            found -= own
-    return found - {""}
+"""Operators of files that are quantized already; weights that are only stored as whole numbers are fine."""
 
 
 def normalize(model: OnnxModel, *, where: str) -> None:
@@ -41,7 +29,9 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     proto = model.proto
     if proto.functions:
         proto.CopyFrom(inline_local_functions(proto))
-    refuse_quantized(proto.graph, where=where)
+    kinds = {node.op_type for part in all_graphs(proto.graph) for node in part.node}
+    if found := sorted(kinds & QUANTIZED):
+        raise FileError(f"{where}: is quantized already (it has {found[0]}); adopt the file in floating point")
     used = {""}
     for part in all_graphs(proto.graph):
         del part.value_info[:]
@@ -72,20 +62,11 @@ def as_bytes(graph: onnx.GraphProto) -> None:
                 tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
 
 
-def refuse_quantized(graph: onnx.GraphProto, *, where: str) -> None:
-    """Refuse a file that somebody has quantized before; weights that are only stored as whole numbers are fine."""
-    kinds = {node.op_type for part in all_graphs(graph) for node in part.node}
-    if found := sorted(kinds & QUANTIZED):
-        raise FileError(f"{where}: is quantized already (it has {found[0]}); adopt the file in floating point")
-
-
 def _free_sizes(graph: onnx.GraphProto) -> None:
     """Give free sizes names; outputs lose their shapes, which are often stale and follow from the rest."""
     for value in graph.input:
         for d, dim in enumerate(value.type.tensor_type.shape.dim):
-            if (dim.HasField("dim_value") and dim.dim_value < 1) or (
-                not dim.HasField("dim_value") and not dim.dim_param
-            ):
+            if dim.dim_value < 1 and not dim.dim_param:
                 dim.dim_param = f"{value.name}_{d}"
     inner = [value for part in list(all_graphs(graph))[1:] for value in part.output]
     for value in [*graph.output, *inner]:
@@ -102,7 +83,7 @@ def _sort(graph: onnx.GraphProto) -> None:
         ready: list[NodeProto] = []
         waiting: list[NodeProto] = []
         for node in left:
-            needs = {*node.input, *captured(node)} & made
+            needs = made.intersection(used_by(node))
             (ready if needs <= known else waiting).append(node)
             if needs <= known:
                 known.update(node.output)
@@ -111,8 +92,7 @@ def _sort(graph: onnx.GraphProto) -> None:
         ordered += ready
         left = waiting
     if [n.output[:] for n in ordered] != [n.output[:] for n in graph.node]:
-        del graph.node[:]
-        graph.node.extend(ordered)
+        set_nodes(graph, ordered)
 
 
 def _widen(model: OnnxModel) -> None:
@@ -124,13 +104,8 @@ def _widen(model: OnnxModel) -> None:
                 value.type.tensor_type.elem_type = full
         for tensor in part.initializer:
             if tensor.data_type == half:
-                array = model.array(tensor).astype(np.float32)
-                fresh = (
-                    model.tensor(array, tensor.name)
-                    if part is model.graph
-                    else numpy_helper.from_array(array, tensor.name)
-                )
-                tensor.CopyFrom(fresh)
+                array, own = model.array(tensor).astype(np.float32), part is model.graph
+                tensor.CopyFrom((model.tensor if own else numpy_helper.from_array)(array, tensor.name))
         for node in part.node:
             for attribute in node.attribute:
                 if attribute.name in ("to", "dtype") and attribute.i == half:
@@ -153,10 +128,8 @@ def _hoist(graph: onnx.GraphProto) -> None:
             own.CopyFrom(tensor)
             own.name = names[name]
         taken |= set(names.values())
-        kept = [node for node in part.node if node.output[0] not in constants]
+        set_nodes(part, [node for node in part.node if node.output[0] not in constants])
         del part.initializer[:]
-        del part.node[:]
-        part.node.extend(kept)
         for inner in all_graphs(part):
             for node in inner.node:
                 node.input[:] = [names.get(name, name) for name in node.input]

@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from anybit.artifact.latency import Clock, choose_in_time
 from anybit.artifact.master import Master, open_master
-from anybit.artifact.reconstruct import Array, feeds_of, runner
+from anybit.artifact.reconstruct import Array, Network, feeds_of, runner
 from anybit.common.bars import progress_bars
-from anybit.plan.allocation import Allocation, check_choices, choose
+from anybit.plan.allocation import Allocation, Unit, check_choices, choose
+from anybit.plan.numbers import Kept
 from anybit.plan.points import Widths
 from anybit.spec import FLOAT, Bits, LayerWidths
 
 
-def allocate_master(
-    master: Master | str | Path,
+def allocate(
+    network: Master | Network | str | Path,
     inputs: Iterable[Any],
     *,
     budget: float,
-    unit: str = "bits",
+    unit: Unit = "bits",
     activations: int = 8,
     widths: Sequence[int] = (2, 3, 4, 5, 6, 7, 8),
+    threads: int | None = None,
 ) -> Allocation:
-    """Choose a width for every weight of a master so that the error of its output is smallest under a budget.
+    """Choose a width for every weight so that the error of the output is smallest under a budget, never exceeded.
 
     Args:
-        master: A master, or its path.
+        network: What `anybit.prepare` returned, a master, or its path. Its widths are not changed.
         inputs: Batches of inputs without labels, a few dozen inputs in all will do.
-        budget: How much the weights may take: bits per weight on average, or bytes in all. It is never exceeded.
-        unit: What the budget counts, "bits" (on average) or "bytes".
-        activations: The width of all activations when the error is measured.
+        budget: How much the weights may take: bits per weight on average, or bytes in all; or how many seconds a run of
+            the first input may take in ONNX Runtime on this machine, which is measured.
+        unit: What the budget counts: "bits" (on average), "bytes" or "seconds".
+        activations: The width of all activations when the error and the seconds are measured.
         widths: What to choose from.
+        threads: How many threads a run may use when it is timed, as in `anybit.load`; all cores by default.
+
+    Raises:
+        SpecError: The budget cannot be met.
     """
-    opened = master if isinstance(master, Master) else open_master(master)
     choices, batches = check_choices(widths, unit, activations), list(inputs)
-    found = choose(opened.plan.weights, output_errors(opened, batches, choices), choices, budget, unit)
+    if isinstance(network, str | Path):
+        network = open_master(network)
+    master = network if isinstance(network, Master) else network.as_master()
+    costs, seconds = output_errors(master, batches, choices), None
+    if unit == "seconds":
+        clock = Clock.of(master, next(feeds_of(master, batches)), activations, threads)
+        found, seconds = choose_in_time(clock, costs, choices, budget)
+    else:
+        found = choose(master.plan.weights, costs, choices, budget, unit)
     layers = {name: Bits(width, activations) for name, width in found.widths.items()}
-    error = error_at(opened, batches, Bits(choices[-1], activations), layers)
-    return Allocation(layers, found.average, found.size, found.cost, 0.0, error, "output error")
+    error = error_at(master, batches, Bits(choices[-1], activations), layers)
+    return Allocation(layers, found.average, found.size, found.cost, 0.0, error, "output error", seconds)
 
 
 def output_errors(master: Master, inputs: Iterable[Any], widths: Sequence[int]) -> dict[str, list[float]]:
@@ -50,13 +65,13 @@ def output_errors(master: Master, inputs: Iterable[Any], widths: Sequence[int]) 
     """
     feeds = list(feeds_of(master, inputs))
     plain: dict[str, int] = dict.fromkeys(master.plan.widths(Bits()), FLOAT)
-    exact = _outputs(master, feeds, plain)
+    exact = outputs_at(master, feeds, plain)
     found: dict[str, list[float]] = {}
     with progress_bars() as start:
         advance = start("output error of each weight", len(master.plan.weights))
         for weight in master.plan.weights:
             found[weight.name] = [
-                _error(exact, _outputs(master, feeds, plain | {weight.name: max(bits, weight.floor)}))
+                sum(relative_errors(exact, outputs_at(master, feeds, plain | {weight.name: max(bits, weight.floor)})))
                 for bits in widths
             ]
             advance(1)
@@ -66,22 +81,38 @@ def output_errors(master: Master, inputs: Iterable[Any], widths: Sequence[int]) 
 def error_at(master: Master, inputs: Iterable[Any], bits: Bits, layers: LayerWidths | None = None) -> float:
     """Return the squared error of the outputs at some widths, relative to how far they spread."""
     feeds = list(feeds_of(master, inputs))
-    exact = _outputs(master, feeds, dict.fromkeys(master.plan.widths(Bits()), FLOAT))
-    return _error(exact, _outputs(master, feeds, master.plan.widths(bits, layers)))
+    exact = outputs_at(master, feeds, dict.fromkeys(master.plan.widths(Bits()), FLOAT))
+    return sum(relative_errors(exact, outputs_at(master, feeds, master.plan.widths(bits, layers))))
 
 
-def _outputs(master: Master, feeds: list[dict[str, Array]], widths: Widths) -> list[Array]:
+def outputs_at(
+    master: Master, feeds: Iterable[Mapping[str, Array]], widths: Widths, kept: Kept | None = None
+) -> list[Array]:
     """Return every output over all inputs, as rows."""
-    run = runner(master, master.plan, widths, master.outputs)
+    run = runner(master, master.plan, widths, master.outputs, kept)
     made: dict[str, list[Array]] = {}
     for feed in feeds:
         for name, value in run(feed).items():
-            made.setdefault(name, []).append(np.asarray(value, np.float64).reshape(-1))
+            made.setdefault(name, []).append(np.asarray(value).reshape(-1))
     return [np.concatenate(parts) for parts in made.values()]
 
 
-def _error(exact: list[Array], found: list[Array]) -> float:
-    total = 0.0
+def relative_errors(exact: list[Array], found: list[Array]) -> list[float]:
+    """Return the squared error of each output, relative to how far it spreads.
+
+    Of whole numbers those that differ count; of an answer that became longer or shorter, all of it.
+
+    >>> relative_errors([np.array([1.0, -1.0]), np.array([1, 2])], [np.array([1.0, -2.0]), np.array([1, 3])])
+    [0.5, 0.5]
+    """
+    errors = []
     for want, got in zip(exact, found, strict=True):
-        total += float(np.square(got - want).mean() / max(float(want.var()), 1e-30))
-    return total
+        if want.shape != got.shape:
+            errors.append(1.0)
+        elif want.dtype.kind != "f":
+            errors.append(float((want != got).mean()) if want.size else 0.0)
+        else:
+            spread = max(float(want.var(dtype=np.float64)), 1e-30)
+            error = float(np.square(got.astype(np.float64) - want).mean()) / spread if want.size else 0.0
+            errors.append(error if error < np.inf else 1.0)  # NaN is not
+    return errors

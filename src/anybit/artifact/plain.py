@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper, version_converter
-from onnx.reference import ReferenceEvaluator
 
 from anybit.artifact import protobuf_scan
-from anybit.artifact.check import OLDEST, OPSET, bytes_of, check_length, check_model, tensors_of
-from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, shaped
+from anybit.artifact.check import OLDEST, bytes_of, check_length, check_model, tensors_of
+from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, set_nodes, shaped
 from anybit.artifact.normalize import as_bytes, normalize
 from anybit.common.text import printable
 from anybit.errors import FileError
+from anybit.graph.from_onnx import OPSET, computed, outlined
 
 Array = npt.NDArray[Any]
 
@@ -92,17 +92,9 @@ def _converted(model: OnnxModel) -> OnnxModel:
     for tensor in model.graph.initializer:
         if len(tensor.raw_data) >= LARGE:  # the converter would copy it several times
             model.fill(tensor, model.array(tensor))
-    large = [tensor for tensor in model.graph.initializer if model.apart(tensor) is not None]
-    rest = OnnxModel(model.copy().proto)
-    rest.set_initializers([tensor for tensor in model.graph.initializer if model.apart(tensor) is None])
-    listed = {value.name for value in rest.graph.input}
-    rest.graph.input.extend(
-        helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-        for tensor in large
-        if tensor.name not in listed
-    )
-    rest.proto.ir_version = 10  # before version 4 every initializer was an input too
-    proto = version_converter.convert_version(rest.proto, OPSET)
+    rest, large = outlined(model.proto, lambda tensor: model.apart(tensor) is not None)
+    rest.ir_version = 10  # before version 4 every initializer was an input too
+    proto = version_converter.convert_version(rest, OPSET)
     proto.graph.initializer.extend(large)
     return OnnxModel(proto, model.arrays)
 
@@ -131,8 +123,7 @@ def _settle(model: OnnxModel) -> None:
     del graph.value_info[:]
     del graph.input[:]
     graph.input.extend(inputs)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, nodes)
 
 
 _NUMBERS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
@@ -188,21 +179,10 @@ def _fold_constants(model: OnnxModel) -> None:
         if not known or len(node.output) != 1 or node.output[0] in outputs:
             kept.append(node)
             continue
-        value = _computed(node, [model.array(held[name]) for name in names])
+        value = computed(node, [model.array(held[name]) for name in names])
         tensor = model.tensor(np.ascontiguousarray(value), node.output[0])
         model.graph.initializer.append(tensor)
         held[tensor.name] = model.graph.initializer[-1]
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
+    set_nodes(model.graph, kept)
     used = names_in(model.graph) | outputs
     model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])
-
-
-def _computed(node: NodeProto, arrays: list[Array]) -> Array:
-    """Run one operator on constants."""
-    inputs = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
-              for n, a in zip(node.input, arrays, strict=True)]  # fmt: skip
-    graph = helper.make_graph([node], "constant", inputs, [helper.make_empty_tensor_value_info(node.output[0])])
-    alone = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
-    (value,) = ReferenceEvaluator(alone).run(None, dict(zip(node.input, arrays, strict=True)))
-    return np.asarray(value)

@@ -36,7 +36,7 @@ ASKED, WEIGHTS = "as asked", "weights only"
 PARTS = {"later three quarters": 0.25, "later half": 0.5, "last quarter": 0.75}
 """Early layers see large images and few channels: rounding takes longer there, and multiplying is less of the work."""
 
-ROUNDS, SECONDS = 15, 3.0
+ROUNDS, SECONDS = 50, 3.0
 """How often each form is timed, and after how long there is no further round."""
 
 LARGE = 2**28

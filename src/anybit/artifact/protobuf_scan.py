@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import mmap
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+import onnx
 
 from anybit.common.text import printable
 from anybit.errors import FileError
@@ -33,31 +35,28 @@ _MESSAGE = 3
 _MOST_UNFOLDING = 4 * 2**20
 """Bytes of numbers that may take eight times as much in memory; shapes and the like are short."""
 
-_PARTS: dict[str, dict[int, str]] = {
-    "model": {7: "graph", 8: "entry", 14: "entry", 20: "training", 25: "function"},
-    "graph": {
-        1: "node", 5: "tensor", 11: "value", 12: "value", 13: "value", 14: "annotation", 15: "sparse", 16: "entry",
-    },
-    "node": {5: "attribute", 9: "entry", 10: "device"},
-    "attribute": {
-        5: "tensor", 6: "graph", 8: "numbers", 10: "tensor", 11: "graph", 14: "type", 15: "type", 22: "sparse",
-        23: "sparse",
-    },
-    "tensor": {1: "numbers", 7: "numbers", 11: "numbers", 13: "entry", 16: "entry"},
-    "value": {2: "type", 4: "entry"},
-    "type": {1: "element", 4: "type", 5: "map", 8: "element", 9: "type"},
-    "element": {1: "type", 2: "shape"},
-    "map": {2: "type"},
-    "shape": {1: "entry"},
-    "sparse": {1: "tensor", 2: "tensor", 3: "numbers"},
-    "annotation": {2: "entry"},
-    "training": {1: "graph", 2: "graph", 3: "entry", 4: "entry"},
-    "function": {7: "node", 9: "entry", 11: "attribute", 12: "value", 14: "entry"},
-    "device": {2: "sharding"},
-    "sharding": {2: "numbers", 3: "map", 4: "sharding"},
-    "entry": {},
-}  # fmt: skip
-"""The messages of ONNX that have messages inside, by field number; "numbers" are packed ones of any length."""
+_NUMBERS = "numbers"
+
+
+def _messages(message: Any) -> dict[str, dict[int, str]]:
+    """Return by name what lies inside a message and inside those in there: a message's name, or that of long numbers.
+
+    >>> _messages(onnx.TensorProto.DESCRIPTOR)["TensorProto"][13], _messages(onnx.TensorProto.DESCRIPTOR)["Segment"]
+    ('StringStringEntryProto', {1: 'numbers', 2: 'numbers'})
+    """
+    found: dict[str, dict[int, str]] = {}
+    waiting = [message]
+    while waiting:
+        kind = waiting.pop()
+        below = {f.number: f.message_type for f in kind.fields if f.message_type is not None}
+        long = {f.number: _NUMBERS for f in kind.fields if f.type in (f.TYPE_INT64, f.TYPE_UINT64)}
+        found[kind.name] = {**{number: inner.name for number, inner in below.items()}, **long}
+        waiting += [inner for inner in below.values() if inner.name not in found]
+    return found
+
+
+_PARTS = _messages(onnx.ModelProto.DESCRIPTOR)
+"""The messages of ONNX, and where in them, by field number, are others and numbers that may be packed."""
 
 
 class Field(NamedTuple):
@@ -176,14 +175,14 @@ def check_cost(file: BinaryIO, size: int) -> None:
     Counts the fields of all messages inside messages, without parsing any: the bytes of tensors are jumped over.
     """
     parts = unfolding = 0
-    waiting = [("model", 0, size, 0)]
+    waiting = [("ModelProto", 0, size, 0)]
     with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
         while waiting:
             kind, position, end, depth = waiting.pop()
             if depth > _DEEPEST:
                 raise ValueError(f"messages inside messages, more than {_DEEPEST} deep")
             inside = _PARTS[kind]
-            expands = kind in ("attribute", "tensor")
+            expands = kind in ("AttributeProto", "TensorProto")
             while position < end:
                 parts += 1
                 if parts > _MOST_PARTS or unfolding > _MOST_UNFOLDING:
@@ -202,7 +201,7 @@ def check_cost(file: BinaryIO, size: int) -> None:
                         unfolding += expands
                         continue
                 below = inside.get(number)
-                if below == "numbers":
+                if below == _NUMBERS:
                     unfolding += position - start
                 elif below is not None:
                     parts += _MESSAGE

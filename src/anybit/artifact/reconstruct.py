@@ -29,7 +29,7 @@ from anybit.plan.grid import Grid, dequantize, make_grid, quantize
 from anybit.plan.numbers import Kept, Numbers
 from anybit.plan.points import Activation, Bias, Plan, Weight, Widths
 from anybit.plan.reconstruct import Seen, grouped, round_weight
-from anybit.spec import FLOAT, Bits, Range
+from anybit.spec import FLOAT, Bits, Range, widths_of
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Array]
@@ -67,7 +67,7 @@ class Network(Protocol):
 def reconstruct(
     network: Network | str | Path,
     inputs: Iterable[Any],
-    widths: Sequence[Bits | tuple[int, int]],
+    widths: Sequence[Bits | str | tuple[int, int]],
     *,
     out: str | Path | None = None,
 ) -> Plan:
@@ -81,10 +81,11 @@ def reconstruct(
         network: What `anybit.prepare` returned, whose plan is replaced; or the path of a master.
         inputs: Batches of inputs as for calibration, 64 to 512 inputs in all, without labels (those of pairs are not
             looked at).
-        widths: Pairs (weights, activations). Of several with the same weights the first decides how these are rounded.
+        widths: Pairs (weights, activations), or texts such as "W4A8". Of several with the same weights the first
+            decides how these are rounded.
         out: Where to write the master, if `network` is one; by default it is replaced.
     """
-    chosen = [pair if isinstance(pair, Bits) else Bits(*pair) for pair in widths]
+    chosen = widths_of(widths) if widths else []
     if not chosen or any(pair.weights == FLOAT for pair in chosen):
         raise SpecError("reconstruction is for widths of 2 to 16 bits for weights; give pairs as in widths=[(4, 8)]")
     if not isinstance(network, str | Path):
@@ -100,8 +101,12 @@ def reconstruct(
 def reconstructed(master: Master, inputs: Iterable[Any], widths: Sequence[Bits]) -> Plan:
     """Return the plan of a master with what these widths have of their own."""
     feeds = list(feeds_of(master, inputs))
-    layers = layers_of(master)
     plan = master.plan
+    for point in plan.weights:
+        if not point.shape:  # a master of an earlier version does not tell it
+            plan = _with(plan, replace(point, shape=master.weights[point.name].shape))
+    master = replace(master, header=replace(master.header, plan=plan))
+    layers = layers_of(master)
     with progress_bars() as start:
         for bits in widths:
             advance = start(f"reconstructing {bits}", len(layers))
@@ -109,7 +114,7 @@ def reconstructed(master: Master, inputs: Iterable[Any], widths: Sequence[Bits])
     return plan
 
 
-def feeds_of(master: Master, inputs: Iterable[Any]) -> Iterator[dict[str, Array]]:
+def feeds_of(master: Master, inputs: Iterable[Any], most: int = BATCH) -> Iterator[dict[str, Array]]:
     """Yield inputs by name, a few at a time where the network leaves their number free."""
     kinds = {value.name: value.type.tensor_type for value in master.graph.graph.input}
     free = all(len(k.shape.dim) > 0 and not k.shape.dim[0].HasField("dim_value") for k in kinds.values())
@@ -124,8 +129,8 @@ def feeds_of(master: Master, inputs: Iterable[Any]) -> Iterator[dict[str, Array]
         }
         seen = True
         count = len(next(iter(arrays.values()))) if free else 1
-        for begin in range(0, count, BATCH):
-            yield {name: x[begin : begin + BATCH] if free else x for name, x in arrays.items()}
+        for begin in range(0, count, most):
+            yield {name: x[begin : begin + most] if free else x for name, x in arrays.items()}
     if not seen:
         raise DataError("reconstruction saw no data; at least one batch of inputs is expected")
 
@@ -134,23 +139,26 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, tuple | list) else [given]
 
 
-def runner(master: Master, plan: Plan, widths: Widths, names: Sequence[str]) -> Callable[[Feed], dict[str, Array]]:
+def runner(
+    master: Master, plan: Plan, widths: Widths, names: Sequence[str], kept: Kept | None = None
+) -> Callable[[Feed], dict[str, Array]]:
     """Return what runs a master with these widths, no further than it must, and gives the values that are named."""
-    numbers = Numbers(plan, widths, master.tensors, Kept(2**28))
+    numbers = Numbers(plan, widths, master.tensors, Kept(2**28) if kept is None else kept)
     model, exact = quantized_graph(replace(master, header=replace(master.header, plan=plan)), numbers, packed=False)
     inner = [name for name in names if name not in master.inputs]
+    ends = {value.name: value for value in model.graph.output}
+    wanted = [ends.get(name) or helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inner]
     del model.graph.output[:]
-    for name in inner:
-        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    model.graph.output.extend(wanted)
     engine = compile_model(model, exact=exact, threads=None, where=str(master.path)) if inner else None
 
     def run(feed: Feed) -> dict[str, Array]:
         values = {name: feed[name] for name in names if name in feed}
         if engine is None:
             return values
-        wanted = {value.name for value in engine.get_inputs()}
+        taken = {value.name for value in engine.get_inputs()}
         try:
-            found = engine.run(inner, {name: x for name, x in feed.items() if name in wanted})
+            found = engine.run(inner, {name: x for name, x in feed.items() if name in taken})
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
             reason = " ".join(str(error).split())[:200]
             raise DataError(f"{master.path}: an input cannot be run ({reason})") from error

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import TensorProto, helper
 
-from anybit.artifact.bounds import limit_memory, memory_advice
+from anybit.artifact.bounds import limit_memory, memory_advice, setting
 from anybit.artifact.model import OnnxModel
 from anybit.common.text import printable
-from anybit.errors import DataError, FileError, SpecError
+from anybit.errors import DataError, FileError
 
 EXACT = "session.x64quantprecision"
 """Without it, processors that lack VNNI add up products of 8-bit weights in 16 bits, and saturate."""
@@ -43,35 +42,11 @@ def onnxruntime() -> Any:
     return onnxruntime
 
 
-def plain_session(model: onnx.ModelProto) -> Any:
-    """Return a session that runs a small model as it is written, node by node."""
-    ort = onnxruntime()
-    options = ort.SessionOptions()
-    options.log_severity_level = NOTHING
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    limit_memory(ort, options)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: str, optimize: bool = True) -> Any:
+    """Return a session of ONNX Runtime for a model; one that it does not take is an error that names the file.
 
-
-@functools.cache
-def sums_saturate() -> bool:
-    """Tell whether this processor needs `EXACT`, by adding up the largest products of bytes, one row and several.
-
-    Where it does not, the option would cost half of the speed and change nothing.
+    Without `optimize` it runs node by node, as it is written.
     """
-    rows = helper.make_tensor_value_info("a", TensorProto.UINT8, ["n", 64])
-    sums = helper.make_tensor_value_info("y", TensorProto.INT32, ["n", 32])
-    weight = helper.make_tensor("b", TensorProto.INT8, [64, 32], [127] * (64 * 32))
-    node = helper.make_node("MatMulInteger", ["a", "b"], ["y"])
-    graph = helper.make_graph([node], "sums", [rows], [sums], [weight])
-    session = plain_session(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8))
-    found = [session.run(None, {"a": np.full((n, 64), 255, np.uint8)})[0] for n in (1, 16)]
-    return any((y != 64 * 127 * 255).any() for y in found)
-
-
-def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: str) -> Any:
-    """Return a session of ONNX Runtime for a model; one that it does not take is an error that names the file."""
     ort = onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = NOTHING
@@ -79,6 +54,8 @@ def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: 
     if threads is not None:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if exact and sums_saturate():
         options.add_session_config_entry(EXACT, "1")
     outside = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
@@ -95,20 +72,30 @@ def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: 
     return engine
 
 
+@functools.cache
+def sums_saturate() -> bool:
+    """Tell whether this processor needs `EXACT`, by adding up the largest products of bytes, one row and several.
+
+    Where it does not, the option would cost half of the speed and change nothing.
+    """
+    rows = helper.make_tensor_value_info("a", TensorProto.UINT8, ["n", 64])
+    sums = helper.make_tensor_value_info("y", TensorProto.INT32, ["n", 32])
+    weight = helper.make_tensor("b", TensorProto.INT8, [64, 32], [127] * (64 * 32))
+    node = helper.make_node("MatMulInteger", ["a", "b"], ["y"])
+    graph = helper.make_graph([node], "sums", [rows], [sums], [weight])
+    model = OnnxModel(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8))
+    session = compile_model(model, exact=False, threads=1, where="sums of bytes")
+    found = [session.run(None, {"a": np.full((n, 64), 255, np.uint8)})[0] for n in (1, 16)]
+    return any((y != 64 * 127 * 255).any() for y in found)
+
+
 class TooSlow(DataError):  # noqa: N818
     """A run that was stopped because its time was over."""
 
 
 def time_limit() -> float:
     """Return how many seconds one run on a calibration input may take."""
-    text = os.environ.get(SETTING, "")
-    try:
-        seconds = float(text or SECONDS)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:  # NaN is not
-        raise SpecError(f"{SETTING} must be a number of seconds such as {SECONDS:g}, got {text[:40]!r}")
-    return seconds
+    return setting(SETTING, SECONDS, 1e6, "seconds")
 
 
 def run_in_time(engine: Any, outputs: Sequence[str] | None, feed: Mapping[str, Any], seconds: float) -> list[Any]:

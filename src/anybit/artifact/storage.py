@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -90,23 +91,19 @@ def _write(file: BinaryIO, model: OnnxModel) -> None:
     graph.initializer.extend(t for t in model.graph.initializer if model.apart(t) is None)
     large = [_with_opening(t, array) for t in model.graph.initializer if (array := model.apart(t)) is not None]
     rest = graph.SerializeToString()
-    file.write(head.SerializeToString())
-    file.write(
-        protobuf_scan.opening(
-            protobuf_scan.GRAPH, len(rest) + sum(len(before) + array.nbytes for before, array in large)
-        )
-    )
+    length = len(rest) + sum(len(before) + len(data) for before, data in large)
+    file.write(head.SerializeToString() + protobuf_scan.opening(protobuf_scan.GRAPH, length))
     file.write(rest)
-    for before, array in large:
+    for before, data in large:
         file.write(before)
-        file.write(_bytes(array))
+        file.write(data)
 
 
-def _with_opening(tensor: TensorProto, array: Array) -> tuple[bytes, Array]:
-    """Return everything that stands in front of a large tensor's numbers, and those."""
+def _with_opening(tensor: TensorProto, array: Array) -> tuple[bytes, memoryview]:
+    """Return everything that stands in front of a large tensor's numbers, and their bytes."""
     stub = TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type).SerializeToString()
     stub += protobuf_scan.opening(protobuf_scan.RAW_DATA, array.nbytes)
-    return protobuf_scan.opening(protobuf_scan.INITIALIZER, len(stub) + array.nbytes) + stub, array
+    return protobuf_scan.opening(protobuf_scan.INITIALIZER, len(stub) + array.nbytes) + stub, _bytes(array)
 
 
 def _bytes(array: Array) -> memoryview:
@@ -240,11 +237,7 @@ def read_model(
         spot = f"{where}: tensor {stub.name[:60]!r}"
         if stub.data_location == TensorProto.EXTERNAL or stub.external_data or stub.HasField("segment"):
             raise FileError(f"{spot}: has its data in two places")
-        _see_length(stub, raw.length, spot)
-        if hold:
-            model.fill(stub, shaped(_bytes_of(file, raw), stub))
-        else:
-            model.fill_later(stub, _loader(path, raw.start, stub))
+        _fill(model, stub, raw.length, partial(_bytes_of, file, raw), path, raw.start, spot, hold=hold)
         model.graph.initializer.append(stub)
     return model
 
@@ -257,11 +250,18 @@ def _raw_data(file: BinaryIO, field: protobuf_scan.Field) -> protobuf_scan.Field
     return found[0] if len(found) == 1 and not found[0].is_number and found[0].length >= LARGE else None
 
 
-def _loader(path: Path, start: int, tensor: TensorProto) -> Load:
-    """Return what reads a tensor of known length from a file."""
-    kind = TensorProto(dims=tensor.dims, data_type=tensor.data_type)
-    length = bytes_of(tensor, where=str(path))
-    return lambda: shaped(np.fromfile(path, np.uint8, length, offset=start), kind)
+def _fill(
+    model: OnnxModel, tensor: TensorProto, length: int, load: Load, path: Path, start: int, where: str, *, hold: bool
+) -> None:
+    """Give a tensor its numbers: those of `load` now, or from a file each time that somebody looks at them."""
+    wanted = bytes_of(tensor, where=where)
+    if length != wanted:
+        raise FileError(f"{where}: shape {list(tensor.dims)[:8]} needs {wanted} bytes, there are {length}")
+    if hold or length < LARGE:
+        model.fill(tensor, shaped(load(), tensor))
+    else:
+        kind = TensorProto(dims=tensor.dims, data_type=tensor.data_type)
+        model.fill_later(tensor, lambda: shaped(np.fromfile(path, np.uint8, length, offset=start), kind))
 
 
 def _bytes_of(file: BinaryIO, field: protobuf_scan.Field) -> Array:
@@ -270,12 +270,6 @@ def _bytes_of(file: BinaryIO, field: protobuf_scan.Field) -> Array:
     if file.readinto(data.data) != field.length:  # type: ignore[attr-defined]
         raise ValueError("the file became shorter while it was read")
     return data
-
-
-def _see_length(tensor: TensorProto, found: int, where: str) -> None:
-    wanted = bytes_of(tensor, where=where)
-    if found != wanted:
-        raise FileError(f"{where}: shape {list(tensor.dims)[:8]} needs {wanted} bytes, there are {found}")
 
 
 def _fill_from_second(model: OnnxModel, data: Data | None, path: Path, where: str, *, hold: bool) -> None:
@@ -293,11 +287,8 @@ def _fill_from_second(model: OnnxModel, data: Data | None, path: Path, where: st
         start, length = _place(tensor, data, spot)
         if tensor.raw_data:
             raise FileError(f"{spot}: has its data in two places")
-        _see_length(tensor, length, spot)
-        if hold or length < LARGE:
-            model.fill(tensor, shaped(mapped[start : start + length], tensor))
-        else:
-            model.fill_later(tensor, _loader(second, start, tensor))
+        load = partial(mapped.__getitem__, slice(start, start + length))
+        _fill(model, tensor, length, load, second, start, spot, hold=hold)
 
 
 def _place(tensor: TensorProto, data: Data, where: str) -> tuple[int, int]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anybit.cli.needs import needs_torch
-from anybit.cli.options import Prefer, What
+from anybit.cli import options
 from anybit.cli.show import console, progress_bars
-from anybit.spec import Bits
+from anybit.spec import Bits, widths_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def bench(
-    master: Annotated[Path, typer.Argument(help="A master, as anybit save writes it.")],
+    master: options.Master,
     widths: Annotated[
         str, typer.Option(help="Pairs of widths, weights and activations, separated by blanks.")
     ] = "FP W8A8 W4A8 W4A4",
-    inputs: What = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many of these inputs are used.")] = 64,
+    inputs: options.What = None,
+    limit: options.Limit = 64,
     data: Annotated[str | None, typer.Option(help="A data set, or an .npz file: measure test accuracy too.")] = None,
     threads: Annotated[int, typer.Option(help="Threads that a run may use.")] = 1,
-    prefer: Prefer = "widths",
+    prefer: options.Prefer = "widths",
     rounds: Annotated[int, typer.Option(min=1, help="How often each width is timed.")] = 15,
-    out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file too.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    out: options.Record = None,
+    as_json: options.Json = False,
 ) -> None:
     """Print file size, memory and time per input for each width; all widths are timed in turns.
 
@@ -49,14 +47,14 @@ def bench(
     from anybit.common.files import write_json
     from anybit.common.provenance import origin
 
-    pairs = with_sevens((Bits.parse(word) for word in widths.split()), sums_saturate())
+    pairs = with_sevens(widths_of(widths), sums_saturate())
     labelled = None
     with progress_bars() as start:
         ready = start("getting ready", 2)
         if data is not None:
-            with needs_torch("anybit bench --data"):
+            with options.needs_torch("anybit bench --data"):
                 from anybit.data import load_dataset
-            x, y = load_dataset(data).test.fitting().tensors()
+            x, y = load_dataset(data).need("test", "anybit bench --data").tensors()
             labelled = x.numpy(), y.numpy()
         ready(1)
         session = load(master, threads=threads, keep=max(1, len(pairs)), prefer=prefer)

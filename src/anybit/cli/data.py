@@ -7,37 +7,34 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli import words
-from anybit.cli.needs import needs_torch
-from anybit.cli.show import console
+from anybit.cli import options
+from anybit.cli.show import say
 
 
 def data(
     name: Annotated[
         str, typer.Argument(help="digits, a folder of images, an .npz file, or a function: my_data.py:loaders.")
     ],
-    size: words.Size = None,
+    size: options.Size = None,
 ) -> None:
     """Say what is in a data set: how it is split, the shape and the range of its inputs, and how even its classes are.
 
     Example: anybit data digits
     """
-    with needs_torch("anybit data"):
+    with options.needs_torch("anybit data"):
         from anybit.data import Given, load_dataset
     found = load_dataset(name, code=True, size=size)
     low_high = "" if found.input_range is None else f", from {found.input_range[0]:g} to {found.input_range[1]:g}"
     classes = f", in {len(found.classes)} classes" if found.classes else ""
     more = "" if found.augment is None else "; training images can be augmented"
-    lines = [f"inputs of {'x'.join(map(str, found.shape))}{low_high}{classes}{more}"]
+    say(f"inputs of {'x'.join(map(str, found.shape))}{low_high}{classes}{more}")
     for part in ("train", "validation", "test"):
         split = getattr(found, part)
         if split is None:
-            lines.append(f"{part:<10} none")
+            say(f"{part:<10} none")
         elif isinstance(split, Given):
-            lines.append(f"{part:<10} a loader of {type(split.loader).__name__}")
+            say(f"{part:<10} a loader of {type(split.loader).__name__}")
         else:
             count = Counter(split.y.tolist())
             each = [count.get(label, 0) for label in range(len(found.classes))]
-            lines.append(f"{part:<10} {len(split):,} examples, {min(each):,} to {max(each):,} of a class")
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+            say(f"{part:<10} {len(split):,} examples, {min(each):,} to {max(each):,} of a class")

@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli.needs import needs_torch
-from anybit.cli.show import accuracy_table, console, progress_bars
+from anybit.cli import options
+from anybit.cli.show import accuracy_table, console, progress_bars, say
 from anybit.pages.message import message, results
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Where to write rows, checkpoints and the report.")] = Path("runs/demo"),
     seeds: Annotated[int, typer.Option(help="How many seeds to run.", min=1)] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Train on digits with and without the penalty, quantize to every width, compare.
 
@@ -26,7 +26,7 @@ def demo(
     begin = time.perf_counter()
     with progress_bars() as start:
         ready = start("getting ready", 1)
-        with needs_torch("anybit demo"):
+        with options.needs_torch("anybit demo"):
             from anybit.demo import PENALIZED, PLAIN, run_demo
         ready(1)
         result = run_demo(out, seeds=range(seeds), start=start)
@@ -41,8 +41,4 @@ def demo(
     console.print(accuracy_table(title, shown, gain=(PLAIN, PENALIZED)))
     for note in result.file.notes:
         console.print(note, highlight=False)
-    console.print(
-        f"{time.perf_counter() - begin:.0f} s. Look at {out}/report.html; the numbers are in {out}/rows.json.",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(f"{time.perf_counter() - begin:.0f} s. Look at {out}/report.html; the numbers are in {out}/rows.json.")

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli.show import console
+from anybit.cli import options
+from anybit.cli.show import say
 from anybit.spec import Bits
 
 
 def export(
-    master: Annotated[Path, typer.Argument(help="A master, as anybit save writes it.")],
+    master: options.Master,
     out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
     bits: Annotated[str, typer.Option(help="Widths of weights and activations.")] = "W8A8",
     signed: Annotated[
@@ -29,4 +30,4 @@ def export(
     pair = Bits.parse(bits)
     write(master, out, weights=pair.weights, activations=pair.activations, signed=signed)
     before, after = size_on_disk(master), size_on_disk(out)
-    console.print(f"{out}: {pair}, {after / 1e6:.2f} MB, {after / before:.2f} of the master", highlight=False)
+    say(f"{out}: {pair}, {after / 1e6:.2f} MB, {after / before:.2f} of the master")

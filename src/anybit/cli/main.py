@@ -16,6 +16,7 @@ from anybit.cli import (
     data,
     demo,
     export,
+    reconstruct,
     report,
     run,
     save,
@@ -24,7 +25,7 @@ from anybit.cli import (
     sweep,
     train,
     watch,
-)
+)  # fmt: skip
 from anybit.cli.show import errors
 from anybit.common.text import printable
 from anybit.errors import AnybitError
@@ -71,6 +72,7 @@ PANELS: dict[str, dict[str, tuple[Callable[..., object], str]]] = {
     },
     "Integrators: somebody else's file, no PyTorch": {
         "adopt": (adopt.adopt, "Make a plain ONNX file switchable."),
+        "reconstruct": (reconstruct.reconstruct, "Fit the rounding of some widths to a few inputs."),
         "export": (export.export, "Write one width as plain ONNX."),
         "run": (run.run, "Run inputs at the width you or a policy choose."),
         "watch": (watch.watch, "Show battery and width, live."),

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from anybit.cli import words
-from anybit.cli.needs import needs_torch
-from anybit.cli.show import console, progress_bars
+from anybit.cli import options
+from anybit.cli.show import progress_bars, say
 from anybit.cli.sweep import measured
 from anybit.errors import SpecError
 from anybit.pages.page import write_report
@@ -23,13 +22,13 @@ def report(
         list[str],
         typer.Argument(help="Run folders, or files of rows; several are put side by side. Or one network to measure."),
     ],
-    weights: words.Weights = None,
-    data: words.Data = None,
-    metric: words.Metric = None,
-    calibrate: words.Calibrate = None,
-    preset: words.Preset = None,
-    size: words.Size = None,
-    device: words.Device = None,
+    weights: options.Weights = None,
+    data: options.Data = None,
+    metric: options.Metric = None,
+    calibrate: options.Calibrate = None,
+    preset: options.Preset = None,
+    size: options.Size = None,
+    device: options.Device = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The page. Default: report.html beside the rows, of several runs in the folder of them all."),
@@ -46,12 +45,12 @@ def report(
     if data is not None or weights is not None:
         if len(runs) > 1:
             raise SpecError("report measures one network at a time; sweep each with --out, and report the files")
-        with needs_torch("anybit report"):
+        with options.needs_torch("anybit report"):
             from anybit.task.task import load_task
         asked: dict[str, Any] = {"metric": metric, "size": size, "device": device, "what": "anybit report"}
         task = load_task(runs[0], weights=weights, data=data, **asked)
         with progress_bars() as start:
-            files = [measured(task, list(GRID), start, calibrate, words.settings(preset, None, None, None, None))]
+            files = [measured(task, list(GRID), start, calibrate, options.settings(preset))]
         page, names = out or Path("report.html"), [task.name]
     else:
         files = [read_rows(path) for path in paths]
@@ -60,6 +59,6 @@ def report(
             page = paths[0].parent / "report.html"
         names = [str(path.parent if path.name == "rows.json" else path) for path in paths]
     write_report(files, page, names)
-    console.print(str(page), highlight=False, soft_wrap=True)
+    say(page)
     if show:
         webbrowser.open(page.resolve().as_uri())

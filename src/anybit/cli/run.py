@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybit.cli.options import Policies, Prefer, What, Widths
-from anybit.cli.show import console, progress_bars
+from anybit.cli import options
+from anybit.cli.show import progress_bars, say
 from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.policy import Chooser, Policy, Reading, battery, latency, measure, parse_steps, power, read_machine
@@ -27,14 +27,14 @@ ASKING = ("battery", "power")
 
 
 def run(
-    master: Annotated[Path, typer.Argument(help="A master, as anybit save and anybit adopt write it.")],
-    inputs: What = None,
-    policy: Policies = None,
-    bits: Widths = None,
-    steps: Annotated[str, typer.Option(help="Steps of policy battery: below so many percent at those widths.")] = "",
-    milliseconds: Annotated[float, typer.Option(help="The time budget of policy latency, at batch 1.")] = 10.0,
-    prefer: Prefer = "widths",
-    threads: Annotated[int | None, typer.Option(help="Threads that a run may use; all cores by default.")] = None,
+    master: options.Master,
+    inputs: options.What = None,
+    policy: options.Policies = None,
+    bits: options.Bits = None,
+    steps: options.Steps = "",
+    milliseconds: options.Milliseconds = 10.0,
+    prefer: options.Prefer = "widths",
+    threads: options.Threads = None,
     out: Annotated[Path | None, typer.Option(help="Write each input's outputs to this folder, as .npy files.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per input.")] = False,
 ) -> None:
@@ -94,7 +94,7 @@ def _tell(session: Session, label: str, feed: dict[str, Any], out: Path | None, 
         typer.echo(json.dumps(said))
         return
     text = session.feeding.label(best) if best is not None else "; ".join(printable(a, 200) for a in found)
-    console.print(f"{used!s:6} {text:16} {label}", highlight=False, markup=False, soft_wrap=True)
+    say(f"{used!s:6} {text:16} {label}")
 
 
 def finite(number: float) -> float | None:

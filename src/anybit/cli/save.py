@@ -9,38 +9,39 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybit.cli import words
-from anybit.cli.needs import needs_torch
-from anybit.cli.show import console, progress_bars
-from anybit.common.progress import Advance
+from anybit.cli import options
+from anybit.cli.show import progress_bars, say
+from anybit.common.progress import Advance, Start
 from anybit.pages.rows import SHARES
-from anybit.spec import Bits, Row
+from anybit.spec import Bits, Row, widths_of
 
 if TYPE_CHECKING:
+    from anybit.artifact.model import OnnxModel
+    from anybit.plan.points import Plan
     from anybit.task.task import Task
 
 
 def save(
-    model: words.Model,
-    weights: words.Weights = None,
-    data: words.Data = None,
+    model: options.Model,
+    weights: options.Weights = None,
+    data: options.Data = None,
     out: Annotated[Path, typer.Option(help="The master to write.")] = Path("model.onnx"),
-    store: Annotated[str, typer.Option(help="How weights are stored: fp32, fp16 or int8.")] = "fp32",
+    store: options.Store = "fp32",
     widths: Annotated[
         str, typer.Option(help="Measure on test data at these widths and write it into the file.")
     ] = "FP W8A8 W4A8 W4A4",
-    metric: words.Metric = None,
-    calibrate: words.Calibrate = None,
-    preset: words.Preset = None,
-    per_channel: words.PerChannel = None,
-    asymmetric: words.Asymmetric = None,
-    helpers: words.Helpers = None,
-    sensitive: words.Sensitive = None,
-    size: words.Size = None,
+    metric: options.Metric = None,
+    calibrate: options.Calibrate = None,
+    preset: options.Preset = None,
+    per_channel: options.PerChannel = None,
+    asymmetric: options.Asymmetric = None,
+    helpers: options.Helpers = None,
+    sensitive: options.Sensitive = None,
+    size: options.Size = None,
     shape: Annotated[
         str | None, typer.Option("--input", help="Without data: the shape of one input, such as 3x224x224.")
     ] = None,
-    device: words.Device = None,
+    device: options.Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
     """Write a network as a master: an ONNX file that runs at any width, without PyTorch.
@@ -49,49 +50,60 @@ def save(
 
     Example: anybit save my_model.py:make --weights best.pt --data my_data.py:loaders --out mine.onnx
     """
-    pairs, chosen = (
-        [Bits.parse(word) for word in widths.split()],
-        words.settings(preset, per_channel, asymmetric, helpers, sensitive),
-    )
+    pairs = widths_of(widths)
+    chosen = options.settings(preset, per_channel, asymmetric, helpers, sensitive)
     with progress_bars() as start:
         ready = start("getting ready", 4)
-        with needs_torch("anybit save"):
+        with options.needs_torch("anybit save"):
             from anybit.artifact.header import Header
             from anybit.artifact.master import write_master
             from anybit.artifact.storage import size_on_disk
             from anybit.simulate.to_onnx import translate
             from anybit.task.task import load_task
         ready(1)
-        asked: dict[str, Any] = {"metric": metric, "size": size, "device": device, "shape": words.shape(shape)}
+        asked: dict[str, Any] = {"metric": metric, "size": size, "device": device, "shape": options.shape(shape)}
         task = load_task(model, weights=weights, data=data, what="anybit save", **asked)
         ready(1)
         net = task.network(calibrate=calibrate, **chosen).cpu()
         ready(1)
         graph = translate(net)
         ready(1)
-    about = _about(task, chosen, calibrate)
-    ways = {"measured": store, **({"measured_from_fp32": "fp32"} if store == "int8" else {})}
-    found: dict[str, list[Row]] = {}
-    if task.data.test is not None:
-        with tempfile.TemporaryDirectory() as folder, progress_bars() as start:
-            advance = start("widths", len(ways) * len(pairs))
-            for name, way in ways.items():
-                write_master(Path(folder) / "model.onnx", graph, Header(net.plan, way))
-                found[name] = _rows(Path(folder) / "model.onnx", task, pairs, advance)
+        found = _measured(task, graph, net.plan, store, pairs, start) if task.data.test is not None else {}
     measured = {name: {str(row.bits): row.accuracy for row in rows} for name, rows in found.items()}
     kind = {row.metric for rows in found.values() for row in rows} - {"accuracy"}
-    about.update(measured, **({"metric": kind.pop()} if kind else {}))
+    about = {**_about(task, chosen, calibrate), **measured, **({"metric": kind.pop()} if kind else {})}
     write_master(out, graph, Header(net.plan, store, about))
-    n = found["measured"][0].n if found else 0
     if as_json:
+        n = found["measured"][0].n if found else 0
         typer.echo(json.dumps({"master": str(out), "bytes": size_on_disk(out), "n": n, **measured}, indent=1))
         return
+    _show(found, store)
+    say(f"{out}: {size_on_disk(out) / 1e6:.2f} MB")
+
+
+def _show(found: dict[str, list[Row]], store: str) -> None:
     for i, row in enumerate(found.get("measured", [])):
-        line = f"{row.bits!s:6} {_value(row)} of {n}" + f" ({row.metric})" * (row.metric != "accuracy")
+        line = f"{row.bits!s:6} {_value(row)} of {row.n}" + f" ({row.metric})" * (row.metric != "accuracy")
         if store == "int8":
             line += f" from 8-bit codes, {_value(found['measured_from_fp32'][i])} from floating point"
-        console.print(line, highlight=False)
-    console.print(f"{out}: {size_on_disk(out) / 1e6:.2f} MB", highlight=False)
+        say(line)
+
+
+def _measured(
+    task: Task, graph: OnnxModel, plan: Plan, store: str, pairs: list[Bits], start: Start
+) -> dict[str, list[Row]]:
+    """Return what masters of this network score: stored as asked for and, if that is in 8 bits, unrounded too."""
+    from anybit.artifact.header import Header
+    from anybit.artifact.master import write_master
+
+    ways = {"measured": store, **({"measured_from_fp32": "fp32"} if store == "int8" else {})}
+    advance = start("widths", len(ways) * len(pairs))
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, way in ways.items():
+            write_master(Path(folder) / "model.onnx", graph, Header(plan, way))
+            found[name] = _rows(Path(folder) / "model.onnx", task, pairs, advance)
+    return found
 
 
 def _value(row: Row) -> str:

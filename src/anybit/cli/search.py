@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from anybit.cli import words
-from anybit.cli.needs import needs_torch
-from anybit.cli.show import console, errors, progress_bars
+from anybit.cli import options
+from anybit.cli.show import console, note, progress_bars, say
 from anybit.errors import DataError, RecipeError, SpecError
+
+if TYPE_CHECKING:
+    from anybit.train.recipe import Recipe
+    from anybit.train.search import Found, Knob
 
 
 def search(
     recipe: Annotated[
         str, typer.Argument(help="The recipe of the training to be done later in full, or a network: my_model.py:make.")
     ],
-    weights: words.Weights = None,
-    data: words.Data = None,
-    size: words.Size = None,
-    device: words.Device = None,
+    weights: options.Weights = None,
+    data: options.Data = None,
+    size: options.Size = None,
+    device: options.Device = None,
     vary: Annotated[
         str, typer.Option(help="Keys of the recipe that all get the searched value, separated by commas.")
     ] = "penalty.weight,penalty.activation",
@@ -43,8 +45,8 @@ def search(
     grace: Annotated[
         int, typer.Option(help="Seconds without a sign of life after which another worker's trial is taken up.", min=3)
     ] = 60,
-    out: Annotated[Path | None, typer.Option(help="Write what was found to this JSON file too.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    out: options.Record = None,
+    as_json: options.Json = False,
 ) -> None:
     """Find the strongest penalty that costs no accuracy in floating point, or the best learning rate.
 
@@ -54,43 +56,18 @@ def search(
 
     Example: anybit search digits-l1 --share 1
     """
-    with needs_torch("anybit search"):
+    with options.needs_torch("anybit search"):
         from anybit.common.files import write_json
         from anybit.common.provenance import origin
-        from anybit.data import load_dataset
-        from anybit.task.task import pick_device
         from anybit.train.recipe import recipe_by_word
-        from anybit.train.search import RATIOS, Knob
-        from anybit.train.search import search as run
+        from anybit.train.search import Knob
     init = None if weights is None else str(weights)
     plan = recipe_by_word(recipe, init=init, data__name=data, data__size=size)
-    knob = Knob(tuple(_words(vary)), tuple(_number(word) for word in _words(values or "")))
+    tried = options.numbers(values or "", "values to try are numbers separated by commas")
+    knob = Knob(tuple(vary.replace(",", " ").split()), tuple(tried))
+    asked = {"storage": storage, "grace": grace, "epochs": epochs, "share": share, "finer": finer}
     try:
-        found_data = load_dataset(plan.data.name, code=True, size=plan.data.size)
-        with progress_bars() as start:
-            advance = start("trials", len(knob.values or RATIOS) + (knob.aim == "strongest"))
-
-            def tell(line: str) -> None:
-                errors.print(line, highlight=False, soft_wrap=True, markup=False)
-
-            def on_trial(value: float, accuracy: float) -> None:
-                tell(f"{value:g}: {100 * accuracy:.2f} %")
-                advance(1)
-
-            found = run(
-                plan,
-                found_data,
-                knob,
-                device=pick_device(device),
-                storage=storage,
-                grace=grace,
-                finer=finer,
-                epochs=epochs,
-                share=share,
-                tolerance=tolerance / 100,
-                on_trial=on_trial,
-                say=tell,
-            )
+        found = _search(plan, knob, device, tolerance=tolerance / 100, **asked)
     except (DataError, SpecError) as error:
         raise RecipeError(f"{recipe}: {error}") from error
     record = {**found.to_dict(), "recipe": plan.to_dict(), "origin": origin()}
@@ -98,23 +75,32 @@ def search(
         write_json(out, record)
     if as_json:
         typer.echo(json.dumps(record, indent=1))
-        return
+    else:
+        _show(found)
+
+
+def _search(plan: Recipe, knob: Knob, device: str | None, **asked: Any) -> Found:
+    from anybit.data import load_dataset
+    from anybit.task.task import pick_device
+    from anybit.train.search import RATIOS, search
+
+    data = load_dataset(plan.data.name, code=True, size=plan.data.size)
+    with progress_bars() as start:
+        advance = start("trials", len(knob.values or RATIOS) + (knob.aim == "strongest"))
+
+        def on_trial(value: float, accuracy: float) -> None:
+            note(f"{value:g}: {100 * accuracy:.2f} %")
+            advance(1)
+
+        return search(plan, data, knob, device=pick_device(device), on_trial=on_trial, say=note, **asked)
+
+
+def _show(found: Found) -> None:
     if found.tracked is not None:
-        console.print(f"tracked: loss {found.tracked.loss:.4g}, penalty {found.tracked.penalty:.4g}", highlight=False)
+        say(f"tracked: loss {found.tracked.loss:.4g}, penalty {found.tracked.penalty:.4g}")
     table = Table("value", "validation accuracy in %")
     for value, accuracy in sorted(found.accuracies.items()):
         table.add_row(f"{value:g}" + (" <" if value == found.chosen else ""), f"{100 * accuracy:.2f}")
     console.print(table)
     edge = "; it is at the end of what was tried" if found.at_edge else ""
-    console.print(f"chosen: {' = '.join(found.keys)} = {found.chosen:g}{edge}", highlight=False, soft_wrap=True)
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _number(word: str) -> float:
-    try:
-        return float(word)
-    except ValueError as error:
-        raise SpecError(f"values to try are numbers separated by commas; got {word!r}") from error
+    say(f"chosen: {' = '.join(found.keys)} = {found.chosen:g}{edge}")

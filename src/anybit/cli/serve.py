@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anybit.cli.options import Prefer
-from anybit.cli.show import console
+from anybit.cli import options
+from anybit.cli.show import say
 from anybit.errors import MissingDependency
 from anybit.policy import Reading, parse_steps, read_machine
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def serve(
-    master: Annotated[Path, typer.Argument(help="A master, as anybit save writes it.")],
+    master: options.Master,
     examples: Annotated[Path | None, typer.Option(help="A folder of pictures or arrays that the page offers.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 takes any free one.")] = 0,
-    steps: Annotated[str, typer.Option(help="Steps of policy battery: below so many percent at those widths.")] = "",
-    prefer: Prefer = "widths",
-    threads: Annotated[int | None, typer.Option(help="Threads that a run may use; all cores by default.")] = None,
+    steps: options.Steps = "",
+    prefer: options.Prefer = "widths",
+    threads: options.Threads = None,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
     """Serve a page on this machine where the model runs at any width, until interrupted.
@@ -38,8 +38,8 @@ def serve(
 
     app = make_app(master, examples=examples, steps=steps, threads=threads, prefer=prefer)
     with LiveServer(app, port=port) as server:
-        console.print(server.url, highlight=False, markup=False, soft_wrap=True)
-        console.print("ctrl-C ends it", highlight=False)
+        say(server.url)
+        say("ctrl-C ends it")
         if open_page:
             # Some browsers only return when they are closed.
             threading.Thread(target=webbrowser.open, args=[server.url], daemon=True).start()
@@ -61,13 +61,9 @@ def make_app(
     from anybit.serve.upload import read_examples
 
     chosen = parse_steps(steps.split())
-    session = load(master, threads=threads, prefer=prefer)
-    return App(
-        LiveModel(session),
-        steps=chosen,
-        examples=() if examples is None else read_examples(examples),
-        machine=this_machine(),
-    )
+    model = LiveModel(load(master, threads=threads, prefer=prefer))
+    offered = () if examples is None else read_examples(examples)
+    return App(model, steps=chosen, examples=offered, machine=this_machine())
 
 
 def this_machine() -> Reading | None:

@@ -1,4 +1,4 @@
-"""What the verbs print: tables and progress bars, quiet where nobody watches."""
+"""What the verbs print: sentences, tables and progress bars, quiet where nobody watches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ from rich.table import Table
 from anybit.common.bars import errors, progress_bars
 from anybit.pages.rows import SHARES, Summary, shown
 
-__all__ = ["accuracy_table", "console", "errors", "metric_table", "progress_bars"]
+__all__ = ["accuracy_table", "console", "errors", "metric_table", "note", "progress_bars", "say"]
 
 console = Console(emoji=False)
 """A file may be called :boom:, and is then shown so."""
+
+
+def say(text: object) -> None:
+    """Print a line as it is, however long."""
+    console.print(str(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a line on stderr, above the bars."""
+    errors.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def metric_table(metric: str, about: str, summaries: Iterable[Summary]) -> Table:
@@ -29,10 +39,8 @@ def accuracy_table(
     labels = list(dict.fromkeys(label for label, _ in found))
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("widths")
-    for label in labels:
-        table.add_column(label, justify="right")
-    if gain is not None:
-        table.add_column("gain", justify="right")
+    for head in [*labels, "gain"] if gain else labels:
+        table.add_column(head, justify="right")
     for bits in dict.fromkeys(bits for _, bits in found):
         cells = [_cell(found.get((label, bits)), metric) for label in labels]
         if gain is not None:

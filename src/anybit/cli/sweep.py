@@ -9,49 +9,48 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybit.cli import words
-from anybit.cli.needs import needs_torch
-from anybit.cli.show import console, metric_table, progress_bars
+from anybit.cli import options
+from anybit.cli.show import console, metric_table, progress_bars, say
 from anybit.common.progress import Start
 from anybit.pages.rows import GRID, RowFile, summarize, write_rows
-from anybit.spec import Bits
+from anybit.spec import Bits, widths_of
 
 if TYPE_CHECKING:
     from anybit.task.task import Task
 
 
 def sweep(
-    model: words.Model,
-    weights: words.Weights = None,
-    data: words.Data = None,
+    model: options.Model,
+    weights: options.Weights = None,
+    data: options.Data = None,
     widths: Annotated[
         str,
         typer.Option(help="Pairs of widths, such as 'FP W8A8 W4A8', or all: every pair of FP and 8 to 2 bits."),
     ] = "all",
-    metric: words.Metric = None,
-    calibrate: words.Calibrate = None,
-    preset: words.Preset = None,
-    per_channel: words.PerChannel = None,
-    asymmetric: words.Asymmetric = None,
-    helpers: words.Helpers = None,
-    sensitive: words.Sensitive = None,
-    size: words.Size = None,
-    device: words.Device = None,
+    metric: options.Metric = None,
+    calibrate: options.Calibrate = None,
+    preset: options.Preset = None,
+    per_channel: options.PerChannel = None,
+    asymmetric: options.Asymmetric = None,
+    helpers: options.Helpers = None,
+    sensitive: options.Sensitive = None,
+    size: options.Size = None,
+    device: options.Device = None,
     plan: Annotated[bool, typer.Option(help="Print every quantization point and its range first.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="The JSON file for the rows. Default for a run folder: rows.json in it.")
     ] = None,
-    as_json: words.Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure a network on test data at many widths.
 
     Example: anybit sweep my_model.py:make --weights best.pt --data my_data.py:loaders --widths "W8A8 W4A4"
     """
-    chosen = words.settings(preset, per_channel, asymmetric, helpers, sensitive)
-    pairs = list(GRID) if widths == "all" else [Bits.parse(word) for word in widths.split()]
+    chosen = options.settings(preset, per_channel, asymmetric, helpers, sensitive)
+    pairs = list(GRID) if widths == "all" else widths_of(widths)
     with progress_bars() as start:
         ready = start("getting ready", 2)
-        with needs_torch("anybit sweep"):
+        with options.needs_torch("anybit sweep"):
             from anybit.task.task import load_task
         ready(1)
         asked: dict[str, Any] = {"metric": metric, "size": size, "device": device, "what": "anybit sweep"}
@@ -68,10 +67,9 @@ def sweep(
     shown = [row for row in rows if widths != "all" or target is None or row.weights == row.activations]
     console.print(metric_table(rows[0].metric, f"{task.data.name}, n = {rows[0].n}", summarize(shown)))
     if len(shown) < len(rows):
-        text = f"{len(rows)} pairs of widths were measured; anybit report {target} shows them all"
-        console.print(text, highlight=False, soft_wrap=True)
+        say(f"{len(rows)} pairs of widths were measured; anybit report {target} shows them all")
     if target:
-        console.print(str(target), highlight=False, soft_wrap=True)
+        say(target)
 
 
 def measured(
@@ -86,7 +84,7 @@ def measured(
     net = task.network(calibrate=calibrate, **chosen)
     ready(1)
     if plan:
-        console.print(str(net.plan), highlight=False, soft_wrap=True)
+        say(net.plan)
     advance = start("widths", len(pairs))
     asked: dict[str, Any] = {"metric": task.metric, "label": task.name, "seed": task.seed}
     rows = run(net, test, widths=pairs, on_row=lambda _: advance(1), **asked)
@@ -94,4 +92,6 @@ def measured(
     if task.weights is not None:
         with task.weights.open("rb") as file:
             made["checkpoint_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-    return RowFile(f"{task.weights or task.name} on {task.data.name}", tuple(rows), made, words.said(chosen, calibrate))
+    return RowFile(
+        f"{task.weights or task.name} on {task.data.name}", tuple(rows), made, options.said(chosen, calibrate)
+    )

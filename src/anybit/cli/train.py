@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from anybit.cli import words
-from anybit.cli.needs import needs_torch
-from anybit.cli.show import console, errors, progress_bars
+from anybit.cli import options
+from anybit.cli.show import console, errors, note, progress_bars, say
 from anybit.common.progress import Start, quiet
 from anybit.errors import DataError, FileError, RecipeError, SpecError
 from anybit.pages.rows import shown
@@ -26,13 +25,13 @@ def train(
             "small-conv, timm/NAME, ..."
         ),
     ],
-    weights: words.Weights = None,
-    data: words.Data = None,
+    weights: options.Weights = None,
+    data: options.Data = None,
     epochs: Annotated[int | None, typer.Option(help="Other than the recipe's; 10 without one.", min=1)] = None,
     lr: Annotated[float | None, typer.Option(help="Another learning rate than the recipe's.")] = None,
-    metric: words.Metric = None,
-    size: words.Size = None,
-    device: words.Device = None,
+    metric: options.Metric = None,
+    size: options.Size = None,
+    device: options.Device = None,
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/NAME-SEED.")] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a finished run in the folder.")] = False,
@@ -56,20 +55,18 @@ def train(
     """
     # Of several processes that torchrun started, one speaks.
     leads = os.environ.get("RANK", "0") == "0"
-    changes: dict[str, Any] = {
-        "init": None if weights is None else str(weights),
-        "data__name": data,
-        "data__size": size,
-    }
-    changes |= {"epochs": epochs, "optimizer__lr": lr, "metric": metric, "seed": seed}
+    init = None if weights is None else str(weights)
+    changes: dict[str, Any] = {"init": init, "data__name": data, "data__size": size, "metric": metric, "seed": seed}
+    changes |= {"epochs": epochs, "optimizer__lr": lr}
+    asked: dict[str, Any] = {"resume": resume, "save_every": save_every, "board": tensorboard}
     with progress_bars() if leads else contextlib.nullcontext(quiet) as start, _silence(not leads):
-        folder, results = _train(recipe, changes, device, out, resume, overwrite, save_every, tensorboard, start)
+        folder, results = _train(recipe, changes, device, out, overwrite, start, **asked)
     if leads:
         name, value = str(results.get("metric", "accuracy")), results["validation_accuracy"]
         scored = "" if value is None else shown(value, name).replace("\xa0", " ")
         said = f"validation {name} {scored}, in floating point" if scored else "there is no validation data"
-        console.print(said, highlight=False)
-        console.print(f"{folder}/: model.safetensors, run.json, log.jsonl", highlight=False, soft_wrap=True)
+        say(said)
+        say(f"{folder}/: model.safetensors, run.json, log.jsonl")
 
 
 @contextlib.contextmanager
@@ -88,15 +85,15 @@ def _train(
     changes: dict[str, Any],
     device: str | None,
     out: Path | None,
-    resume: bool,
     overwrite: bool,
-    save_every: float,
-    tensorboard: bool,
     start: Start,
+    *,
+    resume: bool,
+    **asked: Any,
 ) -> tuple[Path, dict[str, Any]]:
     """Run the recipe; return the run folder and what validation said."""
     ready = start("getting ready", 2)
-    with needs_torch("anybit train"):
+    with options.needs_torch("anybit train"):
         from anybit.data import load_dataset
         from anybit.task.task import pick_device
         from anybit.train.loop import steps_of
@@ -116,24 +113,16 @@ def _train(
     if not resume and not overwrite and run_folder.checkpoint.exists():
         raise FileError(f"{folder}: holds a finished run; choose another folder with --out, or say --overwrite")
     if plan.penalty is FLAGSHIP:
-        errors.print(
+        note(
             f"{recipe} has no table [penalty]: training with weight = {FLAGSHIP.weight:g}, activation = "
-            f"{FLAGSHIP.activation:g}, kurtosis = {FLAGSHIP.kurtosis:g}; an empty [penalty] trains without",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            f"{FLAGSHIP.activation:g}, kurtosis = {FLAGSHIP.kurtosis:g}; an empty [penalty] trains without"
+        )
     try:
         data = load_dataset(plan.data.name, code=True, size=plan.data.size)
         ready(1)
+        advance = start(plan.name, steps_of(plan, data))
         _, results = run(
-            plan,
-            data,
-            folder,
-            progress=start(plan.name, steps_of(plan, data)),
-            resume=resume,
-            save_every=save_every,
-            board=tensorboard,
-            device=pick_device(device),
-            say=lambda text: errors.print(text, markup=False, highlight=False, soft_wrap=True),
+            plan, data, folder, progress=advance, resume=resume, device=pick_device(device), say=note, **asked
         )
     except (DataError, SpecError) as error:  # a name or a size that only now proved wrong
         raise RecipeError(f"{recipe}: {error}") from error

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from anybit.cli.options import Policies, Prefer, What, Widths
+from anybit.cli import options
 from anybit.cli.show import console
 
 
 def watch(
-    master: Annotated[Path, typer.Argument(help="A master, as anybit save writes it.")],
-    policy: Policies = None,
-    bits: Widths = None,
-    inputs: What = None,
-    steps: Annotated[str, typer.Option(help="Steps of policy battery: below so many percent at those widths.")] = "",
-    milliseconds: Annotated[float, typer.Option(help="The time budget of policy latency, at batch 1.")] = 10.0,
-    prefer: Prefer = "widths",
+    master: options.Master,
+    policy: options.Policies = None,
+    bits: options.Bits = None,
+    inputs: options.What = None,
+    steps: options.Steps = "",
+    milliseconds: options.Milliseconds = 10.0,
+    prefer: options.Prefer = "widths",
     every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
     times: Annotated[int | None, typer.Option(help="Stop after so many looks; by default go on until ctrl-C.")] = None,
 ) -> None:

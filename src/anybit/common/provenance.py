@@ -11,17 +11,8 @@ from pathlib import Path
 from typing import Any
 
 LIBRARIES = (
-    "anybit",
-    "cvxpy",
-    "matplotlib",
-    "numpy",
-    "onnx",
-    "onnxruntime",
-    "optuna",
-    "safetensors",
-    "scikit-learn",
-    "torch",
-)
+    "anybit", "cvxpy", "matplotlib", "numpy", "onnx", "onnxruntime", "optuna", "safetensors", "scikit-learn", "torch",
+)  # fmt: skip
 
 
 def commit() -> str:

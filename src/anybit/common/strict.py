@@ -1,20 +1,19 @@
-"""From TOML to frozen dataclasses, strictly: an unknown key or a wrong type is an error that names the key."""
+"""From plain values to frozen dataclasses, strictly: an unknown key or a wrong type is an error that names the key."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
 import typing
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from anybit.common.text import quoted
-from anybit.errors import RecipeError, SpecError
+from anybit.common.text import did_you_mean, quoted
+from anybit.errors import AnybitError, RecipeError, SpecError
 
 T = TypeVar("T")
 
 
-def from_mapping(cls: type[T], values: dict[str, Any], *, where: str = "") -> T:
+def from_mapping(cls: type[T], values: dict[str, Any], *, where: str = "", error: type[AnybitError] = RecipeError) -> T:
     """Build the dataclass `cls` from plain values, checking every key and type on the way down.
 
     >>> @dataclasses.dataclass(frozen=True)
@@ -31,49 +30,47 @@ def from_mapping(cls: type[T], values: dict[str, Any], *, where: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            close = get_close_matches(key[:80], fields, n=1, cutoff=0.5)
-            hint = f"did you mean {where + close[0]!r}?" if close else f"valid keys are {', '.join(fields)}"
-            raise RecipeError(f"unknown key {quoted(where + key)}; {hint}")
-    converted = {key: _convert(hints[key], value, where + key) for key, value in values.items()}
+            near = did_you_mean(key, fields, where=where, cutoff=0.5)
+            raise error(f"unknown key {quoted(where + key)}{near or '; valid keys are ' + ', '.join(fields)}")
+    converted = {key: _convert(hints[key], value, where + key, error) for key, value in values.items()}
     missing = [
         name for name, field in fields.items()
         if name not in converted
         and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]  # fmt: skip
     if missing:
-        raise RecipeError(f"missing key {where + missing[0]!r}")
+        raise error(f"missing key {where + missing[0]!r}")
     try:
         return cls(**converted)
-    except SpecError as error:
-        raise RecipeError(f"{where}{error}") from error
+    except SpecError as wrong:
+        raise error(f"{where}{wrong}") from wrong
 
 
-def _convert(hint: Any, value: Any, key: str) -> Any:
+def _convert(hint: Any, value: Any, key: str, error: type[AnybitError]) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
-            raise RecipeError(f"{key!r} must be a table ([{key}]), got {quoted(value)}")
-        return from_mapping(typing.cast(type[Any], hint), value, where=f"{key}.")
+            raise error(f"{key!r} must be a table ([{key}]), got {quoted(value)}")
+        return from_mapping(typing.cast(type[Any], hint), value, where=f"{key}.", error=error)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         (inner,) = [a for a in arguments if a is not type(None)]
-        return _convert(inner, value, key)
+        return None if value is None else _convert(inner, value, key, error)
     if origin is typing.Literal:
         if value in arguments and not isinstance(value, bool):
             return value
-        close = get_close_matches(quoted(value).strip("'"), [str(a) for a in arguments], n=1)
-        hint_text = f"; did you mean {close[0]!r}?" if close else ""
-        raise RecipeError(f"{key!r} must be one of {', '.join(map(str, arguments))}; got {quoted(value)}{hint_text}")
+        nearest = did_you_mean(quoted(value).strip("'"), map(str, arguments))
+        raise error(f"{key!r} must be one of {', '.join(map(str, arguments))}; got {quoted(value)}{nearest}")
     if origin is tuple:
         if not isinstance(value, list):
-            raise RecipeError(f"{key!r} must be a list, got {quoted(value)}")
-        return tuple(_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+            raise error(f"{key!r} must be a list, got {quoted(value)}")
+        return tuple(_convert(arguments[0], item, f"{key}[{i}]", error) for i, item in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
-        except OverflowError as error:
-            raise RecipeError(f"{key!r} must be a number that fits in 64 bits, got {quoted(value)}") from error
+        except OverflowError as large:
+            raise error(f"{key!r} must be a number that fits in 64 bits, got {quoted(value)}") from large
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise RecipeError(f"{key!r} must be {_spoken(hint)}, got {quoted(value)}")
+        raise error(f"{key!r} must be {_spoken(hint)}, got {quoted(value)}")
     return value
 
 

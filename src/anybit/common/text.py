@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 LONGEST = 2000
 """Characters of the longest message that is shown."""
 
@@ -20,6 +23,25 @@ def printable(text: object, length: int = LONGEST) -> str:
     # A lone surrogate has no bytes that a terminal could be sent; a few characters more than shown may be spaces.
     shown = "".join(c if c.isprintable() else " " for c in str(text)[: 2 * length])
     return " ".join(shown.split())[:length]
+
+
+def first_line(error: BaseException, length: int = 200) -> str:
+    r"""Return what an error says first; libraries may go on for pages.
+
+    >>> first_line(ValueError("no such thing\n\nA long story.")), first_line(KeyError())
+    ('no such thing', 'KeyError')
+    """
+    return printable((str(error).strip() or type(error).__name__).partition("\n")[0], length)
+
+
+def did_you_mean(word: str, known: Iterable[str], *, where: str = "", cutoff: float = 0.6) -> str:
+    """Return a question about the known word that is nearest, or nothing; `where` stands in front of it.
+
+    >>> did_you_mean("digit", ["digits", "letters"]), did_you_mean("x", ["digits"])
+    ("; did you mean 'digits'?", '')
+    """
+    close = get_close_matches(word[:80], list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {where + close[0]!r}?" if close else ""
 
 
 def quoted(value: object, length: int = 80) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from anybit.artifact.feeding import Preprocessing
 from anybit.common.named import by_name, is_code
-from anybit.common.text import quoted
+from anybit.common.text import did_you_mean, quoted
 from anybit.data.arrays import load_arrays
 from anybit.data.base import Batches, Dataset, Given, Split
 from anybit.data.digits import load_digits
@@ -49,11 +48,9 @@ def load_dataset(
         from anybit.data.folder import load_folder
 
         return load_folder(Path(name), how=how, size=size)
-    close = get_close_matches(name[:80], DATASETS, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
     raise DataError(
         f"no data set {quoted(name)}: use {', '.join(DATASETS)}, a folder of images, the path of an .npz file, or a "
-        f"function of yours, such as my_data.py:load{hint}"
+        f"function of yours, such as my_data.py:load{did_you_mean(name, DATASETS)}"
     )
 
 

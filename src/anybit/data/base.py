@@ -75,12 +75,13 @@ class Split:
     def digest(self) -> str:
         """Return a checksum over inputs and labels; of files, over their names, sizes and times."""
         total = hashlib.blake2b(str(tuple(self.x.shape)).encode(), digest_size=16)
-        total.update(_bytes(self.x) if isinstance(self.x, Tensor) else self.x.digest().encode())
-        total.update(_bytes(self.y))
+        total.update(bytes_of(self.x) if isinstance(self.x, Tensor) else self.x.digest().encode())
+        total.update(bytes_of(self.y))
         return total.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, as a checksum takes them."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -120,7 +121,7 @@ class Given:
             torch.manual_seed(0)
             for batch in self.loader:
                 for leaf in pytree.tree_leaves(batch):
-                    total.update(_bytes(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
+                    total.update(bytes_of(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
         return total.hexdigest()
 
     def after(self, done: int, generator: torch.Generator | None) -> Iterator[Any]:

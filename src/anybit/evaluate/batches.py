@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from anybit.data.base import bytes_of
 from anybit.errors import DataError
 from anybit.simulate.capture import moved_to
 from anybit.simulate.network import QuantizedNetwork
@@ -46,7 +47,7 @@ class Batch:
         total = hashlib.blake2b(digest_size=16)
         for leaf in pytree.tree_leaves((self.args, self.kwargs, self.targets)):
             if isinstance(leaf, Tensor):
-                total.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                total.update(bytes_of(leaf))
         return total.digest()
 
 
@@ -99,10 +100,3 @@ class Takes:
         raise DataError(
             f"a batch is a dict with {', '.join(map(str, batch))}; the network takes inputs {wanted}: name them alike"
         )
-
-
-def first(network: nn.Module, loader: Iterable[Any]) -> Batch:
-    """Return the first batch of a loader, taken apart for a network."""
-    for batch in loader:
-        return Takes.of(network).split(batch)
-    raise DataError("there is nothing to evaluate on: the loader yields no batch")

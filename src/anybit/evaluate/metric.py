@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybit.common.text import did_you_mean
 from anybit.errors import DataError, SpecError
 
 Function = Callable[[Any, Any], "float | tuple[float, float]"]
@@ -147,8 +147,7 @@ def metric_of(metric: str | Metric | Function) -> Metric:
         simple = {name.lower(): name for name in METRICS}
         word = metric.lower().replace("-", " ").replace("_", " ").replace("top 5", "top-5")
         if word not in simple:
-            close = get_close_matches(word, simple, n=1)
-            hint = f"; did you mean {simple[close[0]]!r}?" if close else ""
+            hint = did_you_mean(word, METRICS)
             raise SpecError(f"no metric {metric[:60]!r}: use {', '.join(METRICS)}, or a function{hint}")
         return METRICS[simple[word]]
     if not callable(metric):

@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybit.errors import DataError, SpecError
-from anybit.evaluate.accuracy import kl_divergence
 from anybit.evaluate.batches import Batch, Takes
 from anybit.evaluate.metric import Function, Metric, classes, metric_of, plain, usual
 from anybit.simulate.capture import evaluating
 from anybit.simulate.network import QuantizedNetwork
-from anybit.spec import Bits, Row
+from anybit.spec import Bits, Row, Widths, widths_of
 
-Widths = Iterable["Bits | str | tuple[int, int]"]
 Run = Callable[[Batch], Any]
 
 
@@ -95,7 +93,7 @@ def measure(
 
     The loader is gone through once in floating point and once for each other pair, in the same order each time.
     """
-    pairs, place = check_widths(widths), place or torch.device("cpu")
+    pairs, place = widths_of(widths), place or torch.device("cpu")
     floats = Total(None if metric is None else metric_of(metric))
     run = at(Bits())
     for batch in (takes.split(part).to(place) for part in loader):
@@ -119,28 +117,33 @@ def measure(
         yield total.row(bits, label, seed, kl)
 
 
-def check_widths(widths: Any) -> list[Bits]:
-    """Return pairs of widths, each given as a pair of numbers, a text such as "W4A8", or `Bits`.
+@torch.no_grad()
+def evaluate(network: nn.Module, loader: Iterable[Any], *, metric: str | Metric | Function | None = None) -> Row:
+    """Return how good a network is as it stands, quantized or not; it is in evaluation mode for the time being."""
 
-    >>> check_widths(["FP", (8, 8)])
-    [Bits(weights=32, activations=32), Bits(weights=8, activations=8)]
+    def run(batch: Batch) -> Any:
+        return network(*batch.args, **batch.kwargs)
+
+    with evaluating(network):
+        (row,) = measure(
+            lambda bits: run, loader, Takes.of(network), widths=["FP"], metric=metric, place=device_of(network)
+        )
+    return row
+
+
+def device_of(network: nn.Module) -> torch.device:
+    """Return where the parameters of a network are."""
+    return next((p.device for p in network.parameters()), torch.device("cpu"))
+
+
+def kl_divergence(reference: Tensor, logits: Tensor) -> float:
+    """Return the mean of D(p‖q) over examples, p from the reference logits and q from the others, in nats.
+
+    >>> kl_divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 0.0]]))
+    0.0
     """
-    example = 'such as [(8, 8), (4, 4)] or "W8A8 W4A4"'
-    if isinstance(widths, str):
-        widths = widths.split()
-    elif isinstance(widths, Bits) or not isinstance(widths, Iterable):
-        raise SpecError(f"widths are a list of pairs (weights, activations), {example}; got {widths!r:.60}")
-    pairs = []
-    for width in widths:
-        if isinstance(width, str):
-            pairs.append(Bits.parse(width))
-        elif isinstance(width, Bits) or (isinstance(width, tuple | list) and len(width) == 2):
-            pairs.append(width if isinstance(width, Bits) else Bits(*width))
-        else:
-            raise SpecError(f"each of the widths is a pair (weights, activations), {example}; got {width!r:.60}")
-    if not pairs:
-        raise SpecError("a sweep needs at least one pair of widths, such as (8, 8)")
-    return pairs
+    p, q = F.log_softmax(reference.double(), 1), F.log_softmax(logits.double(), 1)
+    return float((p.exp() * (p - q)).sum(1).mean().clamp(min=0))
 
 
 def check_prepared(net: object, verb: str) -> None:
@@ -180,7 +183,7 @@ def sweep(
     """
     check_prepared(net, "sweep")
     before, layers = net.bits, net.layers
-    place = next((p.device for p in net.parameters()), torch.device("cpu"))
+    place = device_of(net)
 
     def at(bits: Bits) -> Run:
         net.set_bits(weights=bits.weights, activations=bits.activations)

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper
 
-from anybit.graph.view import (
-    Array,
-    Follow,
-    Graph,
-    Node,
-    Norm,
-    Shape,
-    except_for,
-    permuted,
-    reduced,
-    reshaped,
-    stays,
-)
+from anybit.graph import view
+from anybit.graph.view import Array, Follow, Graph, Node, Norm, Shape
 
 Constants = Mapping[str, Array]
+
+OPSET = 21
+"""The operator set that networks are read and written in: the first with 4-bit and 16-bit quantization."""
 
 
 def read_onnx(proto: onnx.ModelProto, constants: dict[str, Array]) -> Graph:
@@ -50,13 +44,7 @@ def read_onnx(proto: onnx.ModelProto, constants: dict[str, Array]) -> Graph:
 
 def _infer(proto: onnx.ModelProto, graph: Graph) -> dict[str, int]:
     """Note the shapes of all values as far as ONNX can tell, and return their types."""
-    probe = onnx.ModelProto()
-    probe.CopyFrom(proto)
-    del probe.graph.value_info[:]
-    outside = [t for t in probe.graph.initializer if t.data_location == TensorProto.EXTERNAL]
-    for tensor in outside:  # whatever lies elsewhere comes in as an input of the same shape
-        probe.graph.initializer.remove(tensor)
-        probe.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    probe, _ = outlined(proto, lambda tensor: tensor.data_location == TensorProto.EXTERNAL)
     try:
         found = onnx.shape_inference.infer_shapes(probe, data_prop=True)
     except Exception:  # the C++ side raises what it likes; without shapes less can be followed
@@ -68,6 +56,22 @@ def _infer(proto: onnx.ModelProto, graph: Graph) -> dict[str, int]:
         if kind.HasField("shape"):
             graph.shapes[value.name] = tuple(_size(dim) for dim in kind.shape.dim)
     return kinds
+
+
+def outlined(
+    proto: onnx.ModelProto, is_large: Callable[[TensorProto], bool]
+) -> tuple[onnx.ModelProto, list[TensorProto]]:
+    """Return a model whose large initializers come in as inputs of the same type and shape, and those initializers."""
+    large = [tensor for tensor in proto.graph.initializer if is_large(tensor)]
+    names = {tensor.name for tensor in large}  # old files list weights among the inputs too
+    out = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import)
+    out.graph.name = "graph"
+    out.graph.node.extend(proto.graph.node)
+    out.graph.output.extend(proto.graph.output)
+    out.graph.initializer.extend(tensor for tensor in proto.graph.initializer if not is_large(tensor))
+    out.graph.input.extend(value for value in proto.graph.input if value.name not in names)
+    out.graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in large)
+    return out, large
 
 
 def _size(dim: Any) -> int | str | None:
@@ -112,15 +116,15 @@ def _read(node: NodeProto, graph: Graph, sums: dict[str, NodeProto]) -> list[Nod
     values = [name for name in node.output if name]
     if node.domain not in ("", "ai.onnx"):
         return [_other(node, value) for value in values]
-    if any(a.HasField("g") or a.graphs for a in node.attribute):
+    if next(subgraphs(node), None) is not None:
         return [*_inside(node, graph, f"{values[0]}/"), *(_other(node, value) for value in values)]
-    new = Node("other", _used(node), values[0], values[0], node, name=node.op_type)
+    new = Node("other", used_by(node), values[0], values[0], node, name=node.op_type)
     reader = _READERS.get(node.op_type)
     if reader is None or not reader(node, new, graph):
         if node.op_type in _LAYERS:
             _LAYERS[node.op_type](node, new, graph, sums)
-        elif not _read_pass(node, new, graph):
-            new.bounds = _BOUNDED.get(node.op_type)
+        elif not _read_pass(node, new, graph) and node.op_type == "Softmax":
+            new.bounds = (0.0, 1.0)
     extra = [_other(node, value) for value in values[1:]]
     if new.kind != "other":  # the other results of a known operator
         for other in extra:
@@ -132,17 +136,24 @@ def _read(node: NodeProto, graph: Graph, sums: dict[str, NodeProto]) -> list[Nod
 
 
 def _other(node: NodeProto, value: str) -> Node:
-    return Node("other", _used(node), value, value, node, name=node.op_type)
+    return Node("other", used_by(node), value, value, node, name=node.op_type)
 
 
-def _used(node: NodeProto) -> list[str]:
+def subgraphs(node: NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs that a node holds: branches and loop bodies."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def used_by(node: NodeProto) -> list[str]:
     """Return what a node uses, its branches and loop bodies included."""
-    inner = [a.g for a in node.attribute if a.HasField("g")] + [g for a in node.attribute for g in a.graphs]
     names = [name for name in node.input if name]
-    for graph in inner:
+    for graph in subgraphs(node):
         own = {name for n in graph.node for name in n.output} | {t.name for t in graph.initializer}
         own |= {value.name for value in graph.input}
-        found = [name for n in graph.node for name in _used(n)] + [value.name for value in graph.output]
+        found = [name for n in graph.node for name in used_by(n)] + [value.name for value in graph.output]
         names += [name for name in dict.fromkeys(found) if name not in own]
     return names
 
@@ -150,7 +161,7 @@ def _used(node: NodeProto) -> list[str]:
 def _inside(node: NodeProto, graph: Graph, prefix: str) -> list[Node]:
     """Return the layers inside branches and loops: their weights are rounded, what they are fed stays as it is."""
     found = []
-    for inner in [n for a in node.attribute for g in (*([a.g] if a.HasField("g") else []), *a.graphs) for n in g.node]:
+    for inner in [n for graph in subgraphs(node) for n in graph.node]:
         if inner.op_type in _LAYERS and inner.output:
             new = Node("other", [], prefix + inner.output[0], prefix + inner.output[0], inner, name=inner.op_type)
             _LAYERS[inner.op_type](inner, new, graph, {})
@@ -209,100 +220,46 @@ _LAYERS: dict[str, Callable[[NodeProto, Node, Graph, dict[str, NodeProto]], None
 # Functions of one value
 
 
-def _clip(node: NodeProto, graph: Graph) -> tuple[float, float] | None:
-    """Return the ends of a Clip, infinite where there is none, or nothing where they are computed."""
-    ends = [-math.inf, math.inf]
-    for i, name in enumerate(node.input[1:3]):
-        if name:
-            if name not in graph.constants or graph.constants[name].size != 1:
-                return None
-            ends[i] = float(graph.constants[name].reshape(()))
-    return ends[0], ends[1]
-
-
-def _erf(x: Array) -> Array:
-    return np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x))
-
-
-def _sigmoid(x: Array) -> Array:
-    return np.asarray(0.5 * (1 + np.tanh(0.5 * x)))
-
-
-def _softplus(x: Array) -> Array:
-    return np.logaddexp(0.0, x)
-
-
-def _gelu(x: Array, approximate: str = "none") -> Array:
-    if approximate == "tanh":
-        return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
-    return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))))
-
-
-_FUNCTIONS: dict[str, Callable[[Array, dict[str, Any]], Array]] = {
-    "Relu": lambda x, a: np.maximum(x, 0),
-    "LeakyRelu": lambda x, a: np.where(x > 0, x, a.get("alpha", 0.01) * x),
-    "Elu": lambda x, a: np.where(x > 0, x, a.get("alpha", 1.0) * np.expm1(np.minimum(x, 0))),
-    "Celu": lambda x, a: np.maximum(x, 0) + np.minimum(0, a.get("alpha", 1.0) * np.expm1(x / a.get("alpha", 1.0))),
-    "Selu": lambda x, a: (
-        a.get("gamma", 1.05070102214813232421875)
-        * np.where(x > 0, x, a.get("alpha", 1.67326319217681884765625) * np.expm1(np.minimum(x, 0)))
-    ),
-    "ThresholdedRelu": lambda x, a: np.where(x > a.get("alpha", 1.0), x, 0),
-    "Sigmoid": lambda x, a: _sigmoid(x),
-    "HardSigmoid": lambda x, a: np.clip(a.get("alpha", 0.2) * x + a.get("beta", 0.5), 0, 1),
-    "HardSwish": lambda x, a: x * np.clip(x / 6 + 0.5, 0, 1),
-    "Tanh": lambda x, a: np.tanh(x),
-    "Softplus": lambda x, a: _softplus(x),
-    "Softsign": lambda x, a: x / (1 + np.abs(x)),
-    "Mish": lambda x, a: x * np.tanh(_softplus(x)),
-    "Gelu": lambda x, a: _gelu(x, a.get("approximate", b"none").decode()),
-    "Swish": lambda x, a: x * _sigmoid(a.get("alpha", 1.0) * x),
-    "Erf": lambda x, a: _erf(x),
-    "Exp": lambda x, a: np.exp(np.minimum(x, 700)),
-    "Neg": lambda x, a: -x,
-    "Abs": lambda x, a: np.abs(x),
-    "Sqrt": lambda x, a: np.sqrt(np.maximum(x, 0)),
-}  # fmt: skip
-_BOUNDED: dict[str, tuple[float, float]] = {
-    "Sigmoid": (0.0, 1.0), "HardSigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0),
-    "Softsign": (-1.0, 1.0), "Erf": (-1.0, 1.0),
-}  # fmt: skip
+FUNCTIONS = frozenset({
+    "Relu", "LeakyRelu", "Elu", "Celu", "Selu", "ThresholdedRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Tanh",
+    "Softplus", "Softsign", "Mish", "Gelu", "Erf", "Exp", "Neg", "Abs", "Sqrt", "Clip", "Pow",
+})  # fmt: skip
 
 
 def _function(node: NodeProto, new: Node, graph: Graph) -> bool:
-    given, function = attributes(node), _FUNCTIONS[node.op_type]
-    new.kind, new.inputs = "function", [node.input[0]]
-    new.function = lambda x: function(x, given)
-    new.bounds = _BOUNDED.get(node.op_type)
-    new.fused, new.homogeneous = node.op_type == "Relu", node.op_type in ("Relu", "LeakyRelu")
-    return True
-
-
-def _clipped(node: NodeProto, new: Node, graph: Graph) -> bool:
-    ends = _clip(node, graph)
-    if ends is None:
+    rest = [graph.constants.get(name) for name in node.input[1:] if name]
+    settings = [array for array in rest if array is not None and array.size == 1]
+    if len(settings) != len(rest):  # they are computed
         return False
-    low, high = ends
-    new.kind, new.inputs, new.fused = "function", [node.input[0]], True
-    new.function = lambda x: np.clip(x, low, high)
-    new.bounds = ends if math.isfinite(low) and math.isfinite(high) else None
-    new.name = "clamp"
+    new.kind, new.inputs, new.function = "function", [node.input[0]], partial(_entry_by_entry, node, settings)
+    new.fused, new.homogeneous = node.op_type in ("Relu", "Clip"), node.op_type in ("Relu", "LeakyRelu")
+    new.bounds = view.saturation(new.function)
+    new.name = "clamp" if node.op_type == "Clip" else new.name
     return True
+
+
+def _entry_by_entry(node: NodeProto, settings: list[Array], x: Array) -> Array:
+    """Return a function of each entry; where it has no value, that is zero."""
+    with np.errstate(all="ignore"):
+        return np.nan_to_num(computed(node, [x, *(array.astype(x.dtype) for array in settings)]))
+
+
+def computed(node: NodeProto, arrays: list[Array]) -> Array:
+    """Return what one operator makes of constants, which stand for the inputs that it has."""
+    from onnx.reference import ReferenceEvaluator
+
+    names = [name for name in node.input if name]
+    inputs = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+              for n, a in zip(names, arrays, strict=True)]  # fmt: skip
+    graph = helper.make_graph([node], "constant", inputs, [helper.make_empty_tensor_value_info(node.output[0])])
+    alone = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
+    (value,) = ReferenceEvaluator(alone).run(None, dict(zip(names, arrays, strict=True)))
+    return np.asarray(value)
 
 
 def _arithmetic(node: NodeProto, new: Node, graph: Graph) -> bool:
     new.kind = node.op_type.lower()
     new.inputs = list(node.input[:2])
-    return True
-
-
-def _power(node: NodeProto, new: Node, graph: Graph) -> bool:
-    exponent = graph.constants.get(node.input[1])
-    if exponent is None or exponent.size != 1:
-        return False
-    power = float(exponent.reshape(()))
-    new.kind, new.inputs = "function", [node.input[0]]
-    new.function = lambda x: np.power(x if power == round(power) else np.maximum(x, 0), power)
     return True
 
 
@@ -341,10 +298,8 @@ def _concat(node: NodeProto, new: Node, graph: Graph) -> bool:
 
 
 _READERS: dict[str, Callable[[NodeProto, Node, Graph], bool]] = {
-    **dict.fromkeys(_FUNCTIONS, _function),
+    **dict.fromkeys(FUNCTIONS, _function),
     **dict.fromkeys(("Add", "Sub", "Mul", "Div"), _arithmetic),
-    "Clip": _clipped,
-    "Pow": _power,
     "BatchNormalization": _batch_norm,
     **dict.fromkeys(("LayerNormalization", "InstanceNormalization", "GroupNormalization"), _standard),
     "Concat": _concat,
@@ -375,14 +330,16 @@ def _read_pass(node: NodeProto, new: Node, graph: Graph) -> bool:
     return True
 
 
+@dataclass(frozen=True)
 class _Given:
     """What is known of a node that hands values on."""
 
-    def __init__(
-        self, given: dict[str, Any], inputs: list[str], constants: Constants, rank: int, before: Shape, after: Shape
-    ) -> None:
-        self.attributes, self.inputs, self.constants = given, inputs, constants
-        self.rank, self.before, self.after = rank, before, after
+    attributes: dict[str, Any]
+    inputs: list[str]
+    constants: Constants
+    rank: int
+    before: Shape
+    after: Shape
 
     def constant(self, index: int) -> Array | None:
         """Return an input if it is a constant."""
@@ -392,17 +349,12 @@ class _Given:
         """Return dimensions counted from the front."""
         return [int(d) % max(self.rank, 1) for d in np.asarray(values).reshape(-1)]
 
-    @property
-    def spatial(self) -> Follow:
-        """All dimensions but batch and channels are changed."""
-        return except_for(range(2, max(self.rank, 2)))
-
 
 def _reduced(g: _Given) -> Follow | None:
     axes = g.constant(1) if len(g.inputs) > 1 and g.inputs[1] else g.attributes.get("axes")
     if axes is None:
         return lambda d: None
-    return reduced(g.dims(axes), keep=bool(g.attributes.get("keepdims", 1)))
+    return view.reduced(g.dims(axes), keep=bool(g.attributes.get("keepdims", 1)))
 
 
 def _padded(g: _Given) -> Follow | None:
@@ -413,24 +365,20 @@ def _padded(g: _Given) -> Follow | None:
     if pads is None:
         return lambda d: None
     axes = g.dims(g.constant(3)) if len(g.inputs) > 3 and g.inputs[3] else list(range(len(pads) // 2))
-    return except_for(axes[i % len(axes)] for i, width in enumerate(pads) if width)
+    return view.except_for(axes[i % len(axes)] for i, width in enumerate(pads) if width)
 
 
 def _sliced(g: _Given) -> Follow:
     axes = g.constant(3)
-    return except_for(range(g.rank) if axes is None else g.dims(axes))
+    return view.except_for(range(g.rank) if axes is None else g.dims(axes))
 
 
 def _gathered(g: _Given) -> Follow:
     (axis,) = g.dims([g.attributes.get("axis", 0)])
     index = g.constant(1)
     if index is not None and index.ndim == 0:
-        return reduced([axis], keep=False)
-    return except_for([axis]) if index is not None and index.ndim == 1 else (lambda d: None)
-
-
-def _turned(g: _Given) -> Follow:
-    return permuted(g.attributes.get("perm", range(g.rank)[::-1]))
+        return view.reduced([axis], keep=False)
+    return view.except_for([axis]) if index is not None and index.ndim == 1 else (lambda d: None)
 
 
 def _expanded(g: _Given) -> Follow | None:
@@ -439,14 +387,17 @@ def _expanded(g: _Given) -> Follow | None:
 
 
 _FOLLOW: dict[str, Callable[[_Given], Follow | None]] = {
-    **dict.fromkeys(("Identity", "Dropout"), lambda g: stays),
-    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), lambda g: reshaped(g.before, g.after)),
-    "Transpose": _turned,
-    **dict.fromkeys(("MaxPool", "GlobalMaxPool", "AveragePool", "GlobalAveragePool", "Resize"), lambda g: g.spatial),
+    **dict.fromkeys(("Identity", "Dropout"), lambda g: view.stays),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), lambda g: view.reshaped(g.before, g.after)),
+    "Transpose": lambda g: view.permuted(g.attributes.get("perm", range(g.rank)[::-1])),
+    **dict.fromkeys(
+        ("MaxPool", "GlobalMaxPool", "AveragePool", "GlobalAveragePool", "Resize"),
+        lambda g: view.except_for(range(2, max(g.rank, 2))),
+    ),
     "ReduceMean": _reduced,
     "Slice": _sliced,
     "Gather": _gathered,
-    "Split": lambda g: except_for(g.dims([g.attributes.get("axis", 0)])),
+    "Split": lambda g: view.except_for(g.dims([g.attributes.get("axis", 0)])),
     "Expand": _expanded,
     "Pad": _padded,
     **dict.fromkeys(("Tile", "DepthToSpace", "SpaceToDepth"), lambda g: lambda d: None),

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
-from anybit.graph.view import Array, Follow, Graph, Node, Norm, Shape, except_for, permuted, reduced, reshaped, stays
+from anybit.graph import view
+from anybit.graph.view import Array, Follow, Graph, Node, Norm, Shape
 
 aten = torch.ops.aten
 
@@ -70,16 +71,10 @@ FUNCTIONS = FUSED | HOMOGENEOUS | {
 ARITHMETIC: dict[object, str] = {
     aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div",
 }  # fmt: skip
-BOUNDED: dict[object, tuple[float, float]] = {
-    aten.sigmoid.default: (0.0, 1.0), aten.hardsigmoid.default: (0.0, 1.0), aten.softmax.int: (0.0, 1.0),
-    aten._softmax.default: (0.0, 1.0), aten.tanh.default: (-1.0, 1.0), aten.relu6.default: (0.0, 6.0),
-}  # fmt: skip
-"""Functions whose output stays inside an interval whatever comes in."""
-
-
+SOFTMAX = {aten.softmax.int, aten._softmax.default}
 FRESH = {
     *CONVOLUTIONS, *TRANSPOSED, *PRODUCTS, *AVERAGING, *FUNCTIONS, *ARITHMETIC, aten.linear.default, aten.mean.dim,
-    aten.softmax.int, aten._softmax.default, aten.layer_norm.default,
+    aten.layer_norm.default, *SOFTMAX,
 }  # fmt: skip
 """Operators that return a tensor of their own, which nobody else holds."""
 
@@ -182,14 +177,14 @@ def _read(module: fx.GraphModule, node: fx.Node, graph: Graph) -> Node:
     elif target in FUNCTIONS and len(inputs) == 1:
         new.kind, new.function = "function", _function(node)
         new.fused, new.homogeneous = target in FUSED, target in HOMOGENEOUS
-        new.bounds = _bounds(node)
+        new.bounds = view.saturation(new.function)
     elif target is aten.layer_norm.default:
         _read_layer_norm(module, node, new)
     elif (follow := _follow(node)) is not None:
         average = target in AVERAGING or target is aten.mean.dim
         new.kind, new.follow, new.inputs = "average" if average else "pass", follow, inputs[:1]
-    else:
-        new.bounds = BOUNDED.get(target)
+    elif target in SOFTMAX:
+        new.bounds = (0.0, 1.0)
     return new
 
 
@@ -225,7 +220,7 @@ def _read_item(module: fx.GraphModule, node: fx.Node, new: Node) -> None:
         dim = source.args[2 if target is not aten.unbind.int else 1] if len(source.args) > 2 else 0
         dim = source.args[1] if target is aten.unbind.int and len(source.args) > 1 else dim
         place = _dim(dim, _rank(source.args[0]))
-        gone = reduced([place], keep=False) if target is aten.unbind.int else except_for([place])
+        gone = view.reduced([place], keep=False) if target is aten.unbind.int else view.except_for([place])
         new.kind, new.inputs, new.follow = "pass", [_value(source.args[0])], gone
     elif target is BATCH_NORM and index == 0:
         new.kind, new.inputs = "norm", [_value(source.args[0])]  # type: ignore[arg-type]
@@ -238,15 +233,18 @@ def _read_item(module: fx.GraphModule, node: fx.Node, new: Node) -> None:
         new.kind, new.inputs = ("pass" if index == 0 else "other"), [_value(source.args[0])]  # type: ignore[arg-type]
 
 
+def _constant(module: fx.GraphModule, arg: Any, size: int, filling: float = 0.0) -> Array:
+    """Return the numbers of a parameter or buffer, or those that stand for one that is not there."""
+    if isinstance(arg, fx.Node) and arg.op == "get_attr":
+        return to_numpy(attribute(module, str(arg.target)))
+    return np.full(size, filling, np.float32)
+
+
 def _batch_norm(module: fx.GraphModule, node: fx.Node) -> Norm:
     _, gamma, beta, mean, var, _, eps = node.args
-
-    def constant(arg: Any, like: Array, filling: float) -> Array:
-        return to_numpy(attribute(module, str(arg.target))) if isinstance(arg, fx.Node) else np.full_like(like, filling)
-
-    moving = to_numpy(attribute(module, str(mean.target)))  # type: ignore[union-attr]
-    spread = to_numpy(attribute(module, str(var.target)))  # type: ignore[union-attr]
-    return Norm(constant(gamma, moving, 1.0), constant(beta, moving, 0.0), moving, spread, float(eps))  # type: ignore[arg-type]
+    size = mean.meta["val"].numel()  # type: ignore[union-attr]
+    scale, shift = _constant(module, gamma, size, 1.0), _constant(module, beta, size)
+    return Norm(scale, shift, _constant(module, mean, size), _constant(module, var, size), float(eps))  # type: ignore[arg-type]
 
 
 def _read_layer_norm(module: fx.GraphModule, node: fx.Node, new: Node) -> None:
@@ -254,13 +252,8 @@ def _read_layer_norm(module: fx.GraphModule, node: fx.Node, new: Node) -> None:
     shape: Any = node.args[1]
     if len(shape) != 1 or not isinstance(shape[0], int):
         return
-    given = [
-        arg if isinstance(arg, fx.Node) and arg.op == "get_attr" else None for arg in (*node.args[2:4], None, None)
-    ]
-    gamma, beta = (
-        np.full(shape, filling) if arg is None else to_numpy(attribute(module, str(arg.target)))
-        for arg, filling in zip(given, (1.0, 0.0), strict=False)
-    )
+    given = zip((*node.args[2:4], None, None), (1.0, 0.0), strict=False)
+    gamma, beta = (_constant(module, arg, shape[0], filling) for arg, filling in given)
     new.kind, new.name, new.norm = "standard", "layer norm", Norm(gamma, beta, axis=_rank(node) - 1)
     new.inputs = new.inputs[:1]
 
@@ -280,16 +273,6 @@ def _function(node: fx.Node) -> Callable[[Array], Array]:
     return lambda x: target(torch.from_numpy(np.ascontiguousarray(x)), *rest, **named).numpy()
 
 
-def _bounds(node: fx.Node) -> tuple[float, float] | None:
-    """Return the interval that a function keeps its output in, whatever comes in."""
-    if node.target in (aten.hardtanh.default, aten.clamp.default):
-        given: list[Any] = list(node.args[1:3])
-        given += ([-1.0, 1.0] if node.target is aten.hardtanh.default else [None, None])[len(given) :]
-        low, high = given
-        return (float(low), float(high)) if isinstance(low, int | float) and isinstance(high, int | float) else None
-    return BOUNDED.get(node.target)
-
-
 def _rank(node: Any) -> int:
     return len(node.meta["val"].shape)
 
@@ -299,7 +282,7 @@ def _dim(d: Any, rank: int) -> int:
 
 
 def _spatial(count: int, rank: int) -> Follow:
-    return except_for(range(rank - count, rank))
+    return view.except_for(range(rank - count, rank))
 
 
 def _follow(node: fx.Node) -> Follow | None:
@@ -312,9 +295,9 @@ def _follow(node: fx.Node) -> Follow | None:
         return None
     rank = _rank(source)
     if target in SAME:
-        return stays if _rank(node) == rank else _shifted(_rank(node) - rank)
+        return view.stays if _rank(node) == rank else _shifted(_rank(node) - rank)
     if target in RESHAPING:
-        return reshaped(_shape(source.meta["val"]), _shape(node.meta["val"]))
+        return view.reshaped(_shape(source.meta["val"]), _shape(node.meta["val"]))
     if target in POOLING or target in AVERAGING:
         return _spatial((POOLING | AVERAGING)[target], rank)
     if target in MIXING:
@@ -333,28 +316,28 @@ def _swapped(args: Any, rank: int) -> Follow:
     order = list(range(rank))
     a, b = (_dim(d, rank) for d in args[:2])
     order[a], order[b] = order[b], order[a]
-    return permuted(order)
+    return view.permuted(order)
 
 
 def _moved(args: Any, rank: int) -> Follow:
     order = [d for d in range(rank) if d != _dim(args[0], rank)]
     order.insert(_dim(args[1], rank), _dim(args[0], rank))
-    return permuted(order)
+    return view.permuted(order)
 
 
 def _averaged(args: Any, rank: int) -> Follow | None:
     if not args or not args[0]:  # all of them
         return lambda d: None
-    return reduced([_dim(d, rank) for d in args[0]], keep=bool(len(args) > 1 and args[1]))
+    return view.reduced([_dim(d, rank) for d in args[0]], keep=bool(len(args) > 1 and args[1]))
 
 
 _TURNS: dict[object, Callable[[Any, int], Follow | None]] = {
-    aten.permute.default: lambda args, rank: permuted(_dim(d, rank) for d in args[0]),
+    aten.permute.default: lambda args, rank: view.permuted(_dim(d, rank) for d in args[0]),
     aten.transpose.int: _swapped,
-    aten.t.default: lambda args, rank: permuted(range(rank)[::-1]),
+    aten.t.default: lambda args, rank: view.permuted(range(rank)[::-1]),
     aten.movedim.int: _moved,
-    aten.slice.Tensor: lambda args, rank: except_for([_dim(args[0] if args else 0, rank)]),
-    aten.select.int: lambda args, rank: reduced([_dim(args[0], rank)], keep=False),
+    aten.slice.Tensor: lambda args, rank: view.except_for([_dim(args[0] if args else 0, rank)]),
+    aten.select.int: lambda args, rank: view.reduced([_dim(args[0], rank)], keep=False),
     aten.mean.dim: _averaged,
     aten.amax.default: _averaged,
     aten.amin.default: _averaged,
@@ -371,7 +354,7 @@ def _padding(node: fx.Node, rank: int) -> Follow | None:
         value = node.args[3] if len(node.args) > 3 else None
         zeros = mode != "constant" or value is None or value == 0
     padded = [rank - 1 - i // 2 for i, width in enumerate(widths) if not isinstance(width, int) or width]
-    return except_for(padded) if zeros else None
+    return view.except_for(padded) if zeros else None
 
 
 def values_of(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:

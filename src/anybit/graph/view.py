@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
@@ -159,6 +160,16 @@ def _before(graph: Graph, node: Node, axis: int | None) -> int | None:
     return next((d for d in range(rank) if node.follow(d) == (axis, 1)), None)
 
 
+def saturation(function: Callable[[Array], Array]) -> tuple[float, float] | None:
+    """Return the interval that a function keeps its output in, whatever comes in: it is flat far out on either side.
+
+    >>> saturation(np.tanh), saturation(lambda x: np.maximum(x, 0))
+    ((-1.0, 1.0), None)
+    """
+    low, left, right, high = function(np.array([-1e30, -1e20, 1e20, 1e30], np.float32)).tolist()
+    return (low, high) if low == left and right == high and abs(low) + abs(high) < 1e20 else None
+
+
 # Where a dimension goes
 
 
@@ -235,7 +246,6 @@ def _count(sizes: Shape) -> tuple[int, tuple[str, ...]]:
 def by_output(weight: Array, axis: int, groups: int) -> Array:
     """Return a weight as (output channel, input channel of its group, tap).
 
-    >>> import numpy as np
     >>> by_output(np.arange(4).reshape(2, 2), 1, 1)[:, :, 0].tolist()
     [[0, 2], [1, 3]]
     """
@@ -249,7 +259,6 @@ def by_output(weight: Array, axis: int, groups: int) -> Array:
 def scale_outputs(weight: Any, factor: Any, axis: int, groups: int) -> Any:
     """Multiply each output channel of a weight by its factor; for numpy and torch arrays alike.
 
-    >>> import numpy as np
     >>> scale_outputs(np.ones((2, 2)), np.array([1.0, 3.0]), 1, 1).tolist()
     [[1.0, 3.0], [1.0, 3.0]]
     """

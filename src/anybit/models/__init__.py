@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
+from functools import partial
 
 from torch import nn
 
-from anybit.common.text import quoted
+from anybit.common.text import did_you_mean, quoted
 from anybit.errors import SpecError
-from anybit.models.mobilenet import mobilenetv2, mobilenetv2_cifar
-from anybit.models.resnet import resnet18, resnet18_cifar, resnet50
-from anybit.models.small import SmallConvNet
-from anybit.models.vgg import VGGLike
+from anybit.models.mobilenet import MobileNetV2
+from anybit.models.resnet import BasicBlock, Bottleneck, ResNet
+from anybit.models.small import VGGLike
 from anybit.models.vit import TinyViT
 
-__all__ = ["MODELS", "SmallConvNet", "build_model"]
+__all__ = ["MODELS", "build_model"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "small-conv": SmallConvNet,
-    "vgg-like": VGGLike,
-    "resnet18-cifar": resnet18_cifar,
-    "resnet18": resnet18,
-    "resnet50": resnet50,
-    "mobilenetv2-cifar": mobilenetv2_cifar,
-    "mobilenetv2": mobilenetv2,
+    "small-conv": partial(VGGLike, (16, 32, 64), 64),
+    "vgg-like": partial(VGGLike, (128, 256, 512), 1024, side=4),
+    "resnet18-cifar": partial(ResNet, BasicBlock, (2, 2, 2, 2), small_images=True),
+    "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2), small_images=False),
+    "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3), small_images=False),
+    "mobilenetv2-cifar": partial(MobileNetV2, small_images=True),
+    "mobilenetv2": partial(MobileNetV2, small_images=False),
     "vit-tiny": TinyViT,
 }
 """The networks known by name: add one here. Each takes `channels`, `classes` and `multiplier`."""
@@ -33,7 +32,5 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build_model(name: str, *, channels: int, classes: int, multiplier: float) -> nn.Module:
     """Return a new network; `multiplier` multiplies the number of channels of every hidden layer."""
     if name not in MODELS:
-        close = get_close_matches(name[:80], MODELS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise SpecError(f"no model {quoted(name)}: use {', '.join(MODELS)}{hint}")
+        raise SpecError(f"no model {quoted(name)}: use {', '.join(MODELS)}{did_you_mean(name, MODELS)}")
     return MODELS[name](channels=channels, classes=classes, multiplier=multiplier)

@@ -101,13 +101,3 @@ class MobileNetV2(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of a batch of images."""
         return cast(Tensor, self.classifier(self.features(x).mean((2, 3))))
-
-
-def mobilenetv2(*, channels: int = 3, classes: int = 1000, multiplier: float = 1.0) -> MobileNetV2:
-    """Return MobileNetV2 for ImageNet."""
-    return MobileNetV2(small_images=False, channels=channels, classes=classes, multiplier=multiplier)
-
-
-def mobilenetv2_cifar(*, channels: int = 3, classes: int = 10, multiplier: float = 1.0) -> MobileNetV2:
-    """Return MobileNetV2 for 32x32 images."""
-    return MobileNetV2(small_images=True, channels=channels, classes=classes, multiplier=multiplier)

@@ -112,21 +112,3 @@ class ResNet(nn.Module):
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return cast(Tensor, self.fc(x.mean((2, 3))))
-
-
-def resnet18(*, channels: int = 3, classes: int = 1000, multiplier: float = 1.0) -> ResNet:
-    """Return ResNet-18 with the ImageNet stem."""
-    depths = (2, 2, 2, 2)
-    return ResNet(BasicBlock, depths, small_images=False, channels=channels, classes=classes, multiplier=multiplier)
-
-
-def resnet18_cifar(*, channels: int = 3, classes: int = 10, multiplier: float = 1.0) -> ResNet:
-    """Return ResNet-18 with the stem for 32x32 images."""
-    depths = (2, 2, 2, 2)
-    return ResNet(BasicBlock, depths, small_images=True, channels=channels, classes=classes, multiplier=multiplier)
-
-
-def resnet50(*, channels: int = 3, classes: int = 1000, multiplier: float = 1.0) -> ResNet:
-    """Return ResNet-50 with the ImageNet stem."""
-    depths = (3, 4, 6, 3)
-    return ResNet(Bottleneck, depths, small_images=False, channels=channels, classes=classes, multiplier=multiplier)

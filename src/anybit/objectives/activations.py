@@ -6,6 +6,7 @@ PyTorch shows each of its functions to a mode before running it, whether it come
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from anybit.objectives.checkpointing import in_backward
 
 Function = Callable[..., Any]
+Arguments = tuple[Any, ...]
+Named = dict[str, Any]
 
 _NAMES = [
     "celu", "elu", "gelu", "glu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "prelu",
@@ -44,7 +47,18 @@ def with_graph(out: Tensor) -> Tensor:
     return out if out.requires_grad else out.detach().requires_grad_().clone()
 
 
-class EdgeTaps(TorchFunctionMode):
+class Mode(TorchFunctionMode, ABC):
+    """Is shown every function that PyTorch runs meanwhile."""
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Named | None = None) -> Any:
+        return self.called(func, args, kwargs or {})
+
+    @abstractmethod
+    def called(self, func: Function, args: Arguments, kwargs: Named) -> Any:
+        """Run a function, and do what there is to do about it."""
+
+
+class EdgeTaps(Mode):
     """Notes where in the autograd graph each activation function's output is, and how far it reaches."""
 
     def __init__(self) -> None:
@@ -52,10 +66,9 @@ class EdgeTaps(TorchFunctionMode):
         self.edges: list[GradientEdge] = []
         self.reaches: list[Tensor] = []
 
-    def __torch_function__(
-        self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def called(self, func: Function, args: Arguments, kwargs: Named) -> Any:
+        """Run the function, and note its output if it is an activation function."""
+        out = func(*args, **kwargs)
         watched = torch.is_grad_enabled() and func in ACTIVATIONS and not in_backward()
         if watched and isinstance(out, Tensor) and out.is_floating_point():
             out = with_graph(out)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from anybit.errors import AnybitError, PenaltyError
 from anybit.objectives.base import Closure, eagerly
 from anybit.objectives.double_backward import double_backward
-from anybit.objectives.restore import buffers_kept, gradients_set_aside, random_state, set_random_state
+from anybit.objectives.restore import buffers_kept, gradients_set_aside, random_kept, random_state, set_random_state
 from anybit.objectives.two_pass import Request, two_pass
 
 COSINE, RATIO = 0.99, 0.05
@@ -45,13 +44,17 @@ def measure_agreement(request: Request, closure: Closure) -> Agreement:
     if request.worst_case:
         raise PenaltyError("objective='worst-case' is exact by definition; there is nothing to check")
     parameters = [p for p in request.model.parameters() if p.requires_grad]
-    with _no_trace(request.model, parameters) as begin:
+    start = random_state()
 
-        def gradient(run: Callable[[], object]) -> Tensor:
-            begin()
-            run()
-            return torch.cat([_flat(p) for p in parameters])
+    def gradient(run: Callable[[], object]) -> Tensor:
+        """Return the gradient that a run makes, each from the same state."""
+        set_random_state(start)
+        for parameter in parameters:
+            parameter.grad = None
+        run()
+        return torch.cat([_flat(p) for p in parameters])
 
+    with random_kept(), gradients_set_aside(parameters) as before, buffers_kept(request.model):
         plain = gradient(lambda: _plain(closure))
         fast = gradient(lambda: two_pass(request, [closure])) - plain
         reference = "double backward"
@@ -60,19 +63,17 @@ def measure_agreement(request: Request, closure: Closure) -> Agreement:
         except AnybitError:
             raise
         except (RuntimeError, NotImplementedError):
+            # Differences to both sides leave out no curvature, so their only error is rounding.
             reference = "a central difference"
-            slow = _central(request, closure, gradient, plain)
+            other = gradient(lambda: two_pass(request, [closure], side=-1.0)) - plain
+            slow = (fast + other) / 2
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
     lengths = float(fast.norm()), float(slow.norm())
     if lengths[1] == 0:
         return Agreement(1.0 if lengths[0] == 0 else 0.0, 1.0 if lengths[0] == 0 else float("inf"), reference)
     cosine = float(fast @ slow) / (lengths[0] * lengths[1]) if lengths[0] else 0.0
     return Agreement(cosine, lengths[0] / lengths[1], reference)
-
-
-def _central(request: Request, closure: Closure, gradient: Callable[..., Tensor], plain: Tensor) -> Tensor:
-    """Differences to both sides leave out no curvature, so their only error is rounding."""
-    sides = [gradient(lambda side=side: two_pass(request, [closure], side=side)) - plain for side in (1.0, -1.0)]
-    return (sides[0] + sides[1]) / 2
 
 
 def _plain(closure: Closure) -> None:
@@ -83,22 +84,3 @@ def _plain(closure: Closure) -> None:
 def _flat(parameter: nn.Parameter) -> Tensor:
     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return grad.detach().flatten().double()
-
-
-@contextlib.contextmanager
-def _no_trace(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """Give a function that starts over from the same state; put everything back in the end."""
-    state = random_state()
-
-    def begin() -> None:
-        set_random_state(state)
-        for parameter in parameters:
-            parameter.grad = None
-
-    try:
-        with gradients_set_aside(parameters) as before, buffers_kept(model):
-            yield begin
-            for parameter, grad in zip(parameters, before, strict=True):
-                parameter.grad = grad
-    finally:
-        set_random_state(state)

@@ -40,8 +40,9 @@ WIDTHS = ("W8A8", "W6A6", "W4A8", "W4A4", "W3A8", "W3A4", "W3A3", "W8A3")
 USUAL = 100
 """Steps over which the usual length of the loss's gradient is taken."""
 
-START, MOST = 0.25, 1.0
-"""The strength that training starts with after a first look, and the most: that of the loss itself."""
+START, MOST = 0.25, 0.5
+"""The strength that training starts with after a first look, and the most: with a limit of 2 the quantized pass then
+adds gradients as long as those of the loss, the most that cost nothing in trials (results/any-width-trials.json)."""
 
 
 class AnyWidth(FurtherPass):
@@ -51,14 +52,13 @@ class AnyWidth(FurtherPass):
         model: The network to train. Wrapped ones (DDP, compiled) are fine.
         example_input: What it is called with, as in `anybit.prepare`.
         strength: What the quantized pass counts beside the loss. "auto" follows the loss in floating point, as
-            `anybit.objectives.strength` derives, after 50 plain steps; a number stays.
+            `anybit.objectives.strength` derives, after 100 plain steps; a number stays.
         loss: The part of the loss in floating point that may be lost, for "auto".
         points: The accuracy that may be lost where that is more, in percent; of outputs that are classes.
         widths: Pairs such as "W4A8" to draw from; one that stands there twice is drawn twice as often.
         outputs: What the closure's outputs are: "classes", scores whose softmax over dimension 1 is a distribution, or
             "values", of which the squared error counts, relative to their variance.
         grids: The presets of `prepare` to draw from, for weights and activations.
-        clip: The part of a weight's range that grids cover is drawn from this interval; (1, 1) never clips.
         limit: Gradients of the quantized pass are cut to this many times the usual length of those of the loss: at few
             bits they are so long that a single such step undoes many.
         input_range: The interval of the network's input, as in `anybit.prepare`.
@@ -96,7 +96,6 @@ class AnyWidth(FurtherPass):
         widths: Sequence[str | Bits] = WIDTHS,
         outputs: Kind = "classes",
         grids: Sequence[str] = ("paper", "default"),
-        clip: tuple[float, float] = (0.5, 1.0),
         limit: float = 2.0,
         input_range: Interval | Mapping[str, Interval] | None = None,
         every: int = 50,
@@ -105,8 +104,6 @@ class AnyWidth(FurtherPass):
         checked("strength", strength)
         if outputs not in get_args(Kind):
             raise SpecError(f"outputs are {' or '.join(get_args(Kind))}; got {outputs!r}")
-        if not 0 < clip[0] <= clip[1] <= 1:
-            raise SpecError(f"clip is an interval of parts of a range, between 0 and 1; got {clip!r}")
         if not limit > 0 or every < 1 or not points >= 0:
             raise SpecError(
                 f"limit is above zero, every one or more, points not negative; {limit=}, {every=}, {points=}"
@@ -114,7 +111,7 @@ class AnyWidth(FurtherPass):
         if not widths or not grids:
             raise SpecError("there must be a pair of widths and a grid to draw from")
         self.widths = [width if isinstance(width, Bits) else Bits.parse(width) for width in widths]
-        self.model, self.outputs, self.clip, self.limit = model, outputs, clip, limit
+        self.model, self.outputs, self.limit = model, outputs, limit
         self.auto = Auto(start=START, most=MOST, loss=loss) if strength == "auto" else None
         self._strength = START if strength == "auto" else float(strength)
         settings = [Settings.of(grid, helpers=()) for grid in grids]
@@ -200,8 +197,6 @@ class AnyWidth(FurtherPass):
         number, grid = (
             int(torch.randint(n, (), generator=generator)) for n in (len(self.widths), len(self.live.variants))
         )
-        low, high = self.clip
-        shrink = low + (high - low) * float(torch.rand((), generator=generator))
         calls: list[int] = []
         due = self.live.due()
         if due:
@@ -211,7 +206,7 @@ class AnyWidth(FurtherPass):
             if due and not calls:
                 self.live.look(*args, **kwargs)
             calls.append(1)
-            self.live.set_width(self.widths[number], grid, shrink=shrink)
+            self.live.set_width(self.widths[number], grid)
             return self.live(*args, **kwargs)
 
         model = self.live.model

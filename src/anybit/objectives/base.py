@@ -66,7 +66,15 @@ class Penalty(ABC):
         return Sum([*_parts(self), *_parts(other)])
 
 
-class WeightPenalty(Penalty):
+class Beside(Penalty):
+    """Something that happens beside an ordinary step, or beside that of a gradient penalty."""
+
+    def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
+        """Take a plain step with it."""
+        return Sum([self]).backward(closure, scaler=scaler)
+
+
+class WeightPenalty(Beside):
     """A penalty that depends on the weights alone."""
 
     @abstractmethod
@@ -79,12 +87,8 @@ class WeightPenalty(Penalty):
     def saw(self, step: Step) -> None:  # most have a strength that stays
         """Take note of what a step saw."""
 
-    def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
-        """Take a plain step and add this penalty's gradient."""
-        return Sum([self]).backward(closure, scaler=scaler)
 
-
-class Perturbation(Penalty):
+class Perturbation(Beside):
     """A way to run the closure on changed weights or activations."""
 
     @abstractmethod
@@ -94,12 +98,8 @@ class Perturbation(Penalty):
         What must be seen by the backward pass too, where checkpointed parts run again, is an `Under`.
         """
 
-    def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
-        """Take a plain step on the changed network."""
-        return Sum([self]).backward(closure, scaler=scaler)
 
-
-class FurtherPass(Penalty):
+class FurtherPass(Beside):
     """A pass of its own after that of the loss, which learns from what the loss's pass made of the same examples."""
 
     model: nn.Module
@@ -107,10 +107,6 @@ class FurtherPass(Penalty):
     @abstractmethod
     def after(self, parts: Sequence[LossOf], step: Step, scaler: Scaler | None) -> dict[str, float]:
         """Run what comes after the loss's own pass, add to every `.grad`, and return numbers for the log by name."""
-
-    def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
-        """Take a plain step, then this pass."""
-        return Sum([self]).backward(closure, scaler=scaler)
 
 
 class Sum(Penalty):
@@ -123,7 +119,7 @@ class Sum(Penalty):
 
     def __init__(self, parts: Sequence[Penalty]) -> None:
         self.parts = list(parts)
-        self.drivers = [p for p in self.parts if not isinstance(p, WeightPenalty | Perturbation | FurtherPass)]
+        self.drivers = [p for p in self.parts if not isinstance(p, Beside)]
         self.further = [p for p in self.parts if isinstance(p, FurtherPass)]
         if len(self.drivers) > 1:
             raise PenaltyError(
@@ -131,14 +127,13 @@ class Sum(Penalty):
             )
 
     def backward(self, closure: Closures, *, scaler: Scaler | None = None) -> Step:
-        """Run `closure`, add the gradient of loss and every penalty to every `.grad`, and say what was seen."""
+        """Take one step with all of them."""
         parts = parts_of(closure, watched=bool(self.further))
         terms, pairs = self._on_top(parts[0])  # before anything is changed, since it may not be finite
         step = self._with_further(parts, scaler) if self.further else self._inside(parts, scaler)
         if pairs and all(weight.grad is None for weight, _ in pairs):
             warn_of_another_model()
-        for weight, grad in pairs:
-            add_gradients([weight], [grad if scaler is None else scaler.scale(grad)])
+        add_gradients((weight for weight, _ in pairs), (g if scaler is None else scaler.scale(g) for _, g in pairs))
         step = replace(step, terms=MappingProxyType({**step.terms, **terms}))
         for part in self.parts:
             if isinstance(part, WeightPenalty):

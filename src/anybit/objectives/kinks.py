@@ -13,78 +13,64 @@ To teach the penalty another kinked function, add a `Kink` to `KINKS`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.objectives.activations import Function, spellings
+from anybit.objectives.activations import Arguments, Function, Named, spellings
 from anybit.objectives.chunks import gated, signs
 
 
-class Kink(ABC):
+class Kink(NamedTuple):
     """How one kinked function is recorded and replayed."""
 
-    @abstractmethod
-    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Run the function; return its output and a memo of the pieces, or `None` to let it run live."""
-
-    @abstractmethod
-    def replay(self, memo: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the recorded pieces on new inputs, out of place."""
+    record: Callable[[Function, Arguments, Named], tuple[Any, Any]]
+    """Runs the function; returns its output and a memo of the pieces, or `None` to let it run live."""
+    replay: Callable[[Any, Arguments, Named], Any]
+    """Runs the recorded pieces on new inputs, out of place."""
 
 
-def argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: Any) -> Any:
+def argument(args: Arguments, kwargs: Named, index: int, name: str, default: Any) -> Any:
     """Return an argument given by position or by name."""
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
-class Elementwise(Kink):
-    """A function of each entry by itself, and perhaps of `settings`, given in their order with their defaults.
+def elementwise(sides: Callable[..., Any], pieces: Callable[..., Any], **defaults: Any) -> Kink:
+    """Return the kink of a function of each entry by itself, and perhaps of settings, in their order.
 
     `sides` says which piece each entry is on, or `None` to let the function run live; `pieces` runs those pieces.
     """
 
-    def __init__(self, sides: Callable[..., Any], pieces: Callable[..., Any], **settings: Any) -> None:
-        self.sides, self.pieces, self.defaults = sides, pieces, settings
+    def settings(args: Arguments, kwargs: Named) -> list[Any]:
+        return [argument(args, kwargs, i, name, default) for i, (name, default) in enumerate(defaults.items(), 1)]
 
-    def settings(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the settings of a call."""
-        return [argument(args, kwargs, i, name, default) for i, (name, default) in enumerate(self.defaults.items(), 1)]
-
-    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note the sides, then run the function, which may overwrite its input."""
-        memo = self.sides(args[0].detach(), *self.settings(args, kwargs))
+    def record(func: Function, args: Arguments, kwargs: Named) -> tuple[Any, Any]:
+        memo = sides(args[0].detach(), *settings(args, kwargs))  # first, since the function may overwrite its input
         return func(*args, **kwargs), memo
 
-    def replay(self, memo: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the recorded pieces."""
-        return self.pieces(memo, args[0], *self.settings(args, kwargs))
+    return Kink(record, lambda memo, args, kwargs: pieces(memo, args[0], *settings(args, kwargs)))
 
 
-class Rectified(Kink):
-    """ReLU: `x` where positive, zero elsewhere; the memo is one byte per entry, one where positive.
+def _rectified(func: Function, args: Arguments, kwargs: Named) -> tuple[Any, Any]:
+    out = func(*args, **kwargs)
+    return out, out.detach().to(torch.bool).view(torch.int8)
 
-    PyTorch converts floats to booleans faster than it compares them, and multiplies a float by a boolean tensor many
-    times slower than it converts bytes and multiplies floats.
-    """
 
-    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note which entries came through."""
-        out = func(*args, **kwargs)
-        return out, out.detach().to(torch.bool).view(torch.int8)
+RECTIFIED = Kink(_rectified, lambda memo, args, kwargs: gate(args[0], memo, inplace=False))
+"""ReLU: `x` where positive, zero elsewhere; the memo is one byte per entry, one where positive.
 
-    def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Let the same entries through."""
-        return self.gate(args[0], memo, inplace=False)
+PyTorch converts floats to booleans faster than it compares them, and multiplies a float by a boolean tensor many times
+slower than it converts bytes and multiplies floats.
+"""
 
-    def gate(self, x: Tensor, memo: Tensor, *, inplace: bool, shift: Tensor | None = None, by: float = 0.0) -> Tensor:
-        """Let the recorded entries of `x` through and add `by` times `shift`, in `x` itself if wanted."""
-        out: Tensor = _Gate.apply(x, memo, inplace, shift, by)  # type: ignore[no-untyped-call]
-        return out
+
+def gate(x: Tensor, memo: Tensor, *, inplace: bool, shift: Tensor | None = None, by: float = 0.0) -> Tensor:
+    """Let the recorded entries of `x` through and add `by` times `shift`, in `x` itself if wanted."""
+    out: Tensor = _Gate.apply(x, memo, inplace, shift, by)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Gate(torch.autograd.Function):
@@ -178,24 +164,20 @@ def _l1_loss(memo: Tensor, x: Tensor, target: Tensor, reduction: str) -> Tensor:
     return distance if reduction == "none" else distance.sum() if reduction == "sum" else distance.mean()
 
 
-class MaxPool(Kink):
-    """Pooling by maximum; the memo is where each maximum was."""
+def max_pool(dims: int, function: Function, *, always: bool = False) -> Kink:
+    """Return the kink of pooling by maximum; the memo is where each maximum was."""
 
-    def __init__(self, dims: int, function: Function, *, always: bool = False) -> None:
-        self.dims, self.function, self.always = dims, function, always
-
-    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Ask for the indices, whether or not the caller did."""
-        wanted = self.always or bool(kwargs.get("return_indices", False))
-        out, index = self.function(*args, **{**kwargs, "return_indices": True})
+    def record(func: Function, args: Arguments, kwargs: Named) -> tuple[Any, Any]:
+        wanted = always or bool(kwargs.get("return_indices", False))
+        out, index = function(*args, **{**kwargs, "return_indices": True})
         return ((out, index) if wanted else out), (index.to(torch.int32), wanted)
 
-    def replay(self, memo: tuple[Tensor, bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the entries that were the maxima."""
+    def replay(memo: tuple[Tensor, bool], args: Arguments, kwargs: Named) -> Any:
         index, wanted = memo
-        x: Tensor = args[0]
-        out: Tensor = _Take.apply(x, index, self.dims)  # type: ignore[no-untyped-call]
+        out: Tensor = _Take.apply(args[0], index, dims)  # type: ignore[no-untyped-call]
         return (out, index.to(torch.int64)) if wanted else out
+
+    return Kink(record, replay)
 
 
 class _Take(torch.autograd.Function):
@@ -216,105 +198,95 @@ class _Take(torch.autograd.Function):
         return out, None, None
 
 
-class Sorted(Kink):
-    """What returns values and their indices along a dimension; the memo is the indices."""
+def ordered(place: int = 1) -> Kink:
+    """Return the kink of what returns values and their indices along a dimension; the memo is the indices."""
 
-    def __init__(self, place: int = 1) -> None:
-        self.place = place
-
-    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note the indices."""
+    def record(func: Function, args: Arguments, kwargs: Named) -> tuple[Any, Any]:
         out = func(*args, **kwargs)
         return out, (type(out), out[1])
 
-    def replay(self, memo: tuple[Any, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the recorded entries."""
+    def replay(memo: tuple[Any, Tensor], args: Arguments, kwargs: Named) -> Any:
         kind, index = memo
-        x, dim = args[0], argument(args, kwargs, self.place, "dim", -1)
+        x, dim = args[0], argument(args, kwargs, place, "dim", -1)
         kept = index.dim() == x.dim()
         taken = x.gather(dim, index if kept else index.unsqueeze(dim))
         return kind((taken if kept else taken.squeeze(dim), index))
 
-
-class Extreme(Kink):
-    """The largest or smallest entry along dimensions or of all: equal ones share; the memo is which they are."""
-
-    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note the entries that are the extreme."""
-        out = func(*args, **kwargs)
-        dim = argument(args, kwargs, 1, "dim", ())
-        full = func(args[0].detach(), dim=dim, keepdim=True) if isinstance(dim, int) or dim else out.detach()
-        return out, args[0].detach() == full
-
-    def replay(self, memo: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the mean of the recorded entries."""
-        dim = argument(args, kwargs, 1, "dim", ())
-        dims = dim if isinstance(dim, int) or dim else tuple(range(memo.dim()))
-        keep = bool(argument(args, kwargs, 2, "keepdim", False))
-        taken = torch.where(memo, args[0], 0).sum(dims, keepdim=keep)
-        return taken / memo.sum(dims, keepdim=keep)
+    return Kink(record, replay)
 
 
-class Overloaded(Kink):
-    """`max` and `min`, which are three functions: along a dimension, of two tensors, of all entries."""
+def _extremes(func: Function, args: Arguments, kwargs: Named) -> tuple[Any, Any]:
+    out = func(*args, **kwargs)
+    dim = argument(args, kwargs, 1, "dim", ())
+    full = func(args[0].detach(), dim=dim, keepdim=True) if isinstance(dim, int) or dim else out.detach()
+    return out, args[0].detach() == full
 
-    def __init__(self, pair: Kink) -> None:
-        self.pair = pair
 
-    def record(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Find out which one it is and let that one note what it needs."""
+def _mean_of_extremes(memo: Tensor, args: Arguments, kwargs: Named) -> Any:
+    dim = argument(args, kwargs, 1, "dim", ())
+    dims = dim if isinstance(dim, int) or dim else tuple(range(memo.dim()))
+    keep = bool(argument(args, kwargs, 2, "keepdim", False))
+    return torch.where(memo, args[0], 0).sum(dims, keepdim=keep) / memo.sum(dims, keepdim=keep)
+
+
+EXTREME = Kink(_extremes, _mean_of_extremes)
+"""The largest or smallest entry along dimensions or of all: equal ones share; the memo is which they are."""
+
+
+def overloaded(pair: Kink) -> Kink:
+    """Return the kink of `max` or `min`, which are three functions: along a dimension, of two tensors, of all."""
+
+    def record(func: Function, args: Arguments, kwargs: Named) -> tuple[Any, Any]:
         other = argument(args, kwargs, 1, "other", None)
         along = "dim" in kwargs or isinstance(other, int)
-        kind = Sorted() if along else self.pair if isinstance(other, Tensor) else Extreme()
+        kind = ordered() if along else pair if isinstance(other, Tensor) else EXTREME
         out, memo = kind.record(func, args, kwargs)
         return out, (kind, memo)
 
-    def replay(self, memo: tuple[Kink, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run that one's pieces."""
-        return memo[0].replay(memo[1], args, kwargs)
+    return Kink(record, lambda memo, args, kwargs: memo[0].replay(memo[1], args, kwargs))
 
 
 def _table() -> dict[Function, Kink]:
-    larger, smaller = Elementwise(_order, _larger, other=None), Elementwise(_order, _smaller, other=None)
+    larger, smaller = elementwise(_order, _larger, other=None), elementwise(_order, _smaller, other=None)
     kinds: dict[str, Kink] = {
-        "relu": Rectified(),
-        "leaky_relu": Elementwise(_positive, lambda m, x, s: torch.where(m, x, s * x), negative_slope=0.01),
-        "prelu": Elementwise(_positive, _parametric, weight=None),
-        "threshold": Elementwise(
+        "relu": RECTIFIED,
+        "leaky_relu": elementwise(_positive, lambda m, x, s: torch.where(m, x, s * x), negative_slope=0.01),
+        "prelu": elementwise(_positive, _parametric, weight=None),
+        "threshold": elementwise(
             lambda x, t, _: x > t, lambda m, x, _, v: torch.where(m, x, v), threshold=0.0, value=0.0
         ),
-        "selu": Elementwise(_positive, _selu),
-        "elu": Elementwise(lambda x, alpha: None if alpha == 1.0 else x > 0, _exponential, alpha=1.0),
-        "abs": Elementwise(signs, lambda m, x: x * m),
-        "relu6": Elementwise(lambda x: _outside_or_on(x, 0.0, 6.0), lambda m, x: _clamped(m, x, 0.0, 6.0)),
-        "hardtanh": Elementwise(_outside_or_on, _clamped, min_val=-1.0, max_val=1.0),
-        "clamp": Elementwise(_outside, _clamped, min=None, max=None),
-        "clamp_min": Elementwise(lambda x, low: _outside(x, low, None), lambda m, x, v: _clamped(m, x, v, None), min=0),
-        "clamp_max": Elementwise(lambda x, v: _outside(x, None, v), lambda m, x, v: _clamped(m, x, None, v), max=0),
-        "hardsigmoid": Elementwise(lambda x: _outside_or_on(x, -3.0, 3.0), _hard_sigmoid),
-        "hardswish": Elementwise(lambda x: _outside_or_on(x, -3.0, 3.0), _hard_swish),
-        "softshrink": Elementwise(_beyond, lambda m, x, v: torch.where(m != 0, x - v * m, 0), lambd=0.5),
-        "hardshrink": Elementwise(_beyond, lambda m, x, _: torch.where(m != 0, x, 0), lambd=0.5),
+        "selu": elementwise(_positive, _selu),
+        "elu": elementwise(lambda x, alpha: None if alpha == 1.0 else x > 0, _exponential, alpha=1.0),
+        "abs": elementwise(signs, lambda m, x: x * m),
+        "relu6": elementwise(lambda x: _outside_or_on(x, 0.0, 6.0), lambda m, x: _clamped(m, x, 0.0, 6.0)),
+        "hardtanh": elementwise(_outside_or_on, _clamped, min_val=-1.0, max_val=1.0),
+        "clamp": elementwise(_outside, _clamped, min=None, max=None),
+        "clamp_min": elementwise(lambda x, low: _outside(x, low, None), lambda m, x, v: _clamped(m, x, v, None), min=0),
+        "clamp_max": elementwise(lambda x, v: _outside(x, None, v), lambda m, x, v: _clamped(m, x, None, v), max=0),
+        "hardsigmoid": elementwise(lambda x: _outside_or_on(x, -3.0, 3.0), _hard_sigmoid),
+        "hardswish": elementwise(lambda x: _outside_or_on(x, -3.0, 3.0), _hard_swish),
+        "softshrink": elementwise(_beyond, lambda m, x, v: torch.where(m != 0, x - v * m, 0), lambd=0.5),
+        "hardshrink": elementwise(_beyond, lambda m, x, _: torch.where(m != 0, x, 0), lambd=0.5),
         "maximum": larger,
         "minimum": smaller,
-        "max": Overloaded(larger),
-        "min": Overloaded(smaller),
-        "amax": Extreme(),
-        "amin": Extreme(),
-        "sort": Sorted(),
-        "topk": Sorted(place=2),
+        "max": overloaded(larger),
+        "min": overloaded(smaller),
+        "amax": EXTREME,
+        "amin": EXTREME,
+        "sort": ordered(),
+        "topk": ordered(place=2),
     }
     kinds.update({"absolute": kinds["abs"], "clip": kinds["clamp"]})
     table = {func: kind for name, kind in kinds.items() for func in spellings(name)}
-    table[F.l1_loss] = Elementwise(_l1_sides, _l1_loss, target=None, reduction="mean")
+    table[F.l1_loss] = elementwise(_l1_sides, _l1_loss, target=None, reduction="mean")
     for dims in (1, 2, 3):
         for prefix in ("max_pool", "adaptive_max_pool"):
             name = f"{prefix}{dims}d"
             pool = getattr(F, name)
-            table[pool] = MaxPool(dims, pool)
-            table[getattr(F, f"{name}_with_indices")] = MaxPool(dims, pool, always=True)
+            table[pool] = max_pool(dims, pool)
+            table[getattr(F, f"{name}_with_indices")] = max_pool(dims, pool, always=True)
             if hasattr(torch, name):
-                table[getattr(torch, name)] = MaxPool(dims, pool, always=prefix.startswith("adaptive"))
+                table[getattr(torch, name)] = max_pool(dims, pool, always=prefix.startswith("adaptive"))
     return table
 
 

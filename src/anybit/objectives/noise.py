@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from anybit.errors import SpecError
-from anybit.objectives.activations import ACTIVATIONS, Function
+from anybit.objectives.activations import ACTIVATIONS, Arguments, Function, Mode, Named
 from anybit.objectives.base import Closure, Perturbation, Under, eagerly
 from anybit.objectives.chunks import chunks
 from anybit.objectives.quantizable import Folding, WeightChoice, products_in
@@ -42,17 +41,15 @@ def bin_noise(
     return noise.mul_(reach)
 
 
-class ActivationNoise(TorchFunctionMode):
+class ActivationNoise(Mode):
     """Adds uniform noise of one bin to the output of every activation function."""
 
     def __init__(self, bits: int, strength: float = 1.0) -> None:
         super().__init__()
         self.bits, self.strength = bits, strength
 
-    def __torch_function__(
-        self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Function, args: Arguments, kwargs: Named) -> Any:
+        """Run the function, and add noise to its output if it is an activation function."""
         if not (torch.is_grad_enabled() and func in ACTIVATIONS):
             return func(*args, **kwargs)
         inplace = writes(func, args, kwargs)
@@ -75,7 +72,7 @@ class ActivationNoise(TorchFunctionMode):
         return torch.maximum(-low, high) / torch.where(beyond, float(signed), float(unsigned)) / 2
 
 
-def writes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def writes(func: Function, args: Arguments, kwargs: Named) -> bool:
     """Tell whether a call of an activation function overwrites its input.
 
     >>> x, relu = torch.zeros(1), nn.functional.relu

@@ -33,11 +33,6 @@ def synced(model: nn.Module, wanted: bool) -> contextlib.AbstractContextManager[
     return model.no_sync()
 
 
-def kept(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients that a further backward pass leaves alone: DDP may hand out parts of its own buffers."""
-    return [g.clone() if g is not None and several() else g for g in grads]
-
-
 def averaged(model: nn.Module, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Return gradients gathered in earlier steps as DDP's next synchronized step would have them: averaged.
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from anybit.errors import PenaltyError, SpecError
-from anybit.objectives.activations import Function, spellings
+from anybit.objectives.activations import Arguments, Function, Mode, Named, spellings
 from anybit.objectives.base import Closure, eagerly
-from anybit.objectives.restore import buffers_kept, random_state, set_random_state
+from anybit.objectives.restore import buffers_kept, random_kept
+from anybit.spec import names_point
 
 TRANSPOSED = frozenset({F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d})
 LAYERS = frozenset({F.conv1d, F.conv2d, F.conv3d, F.linear, F.bilinear}) | TRANSPOSED
@@ -56,10 +56,10 @@ def quantizable_weights(model: nn.Module, layers: str | list[str] | None = None)
         return weights
     patterns = [layers] if isinstance(layers, str) else list(layers)
     for pattern in patterns:
-        if not any(_matches(name, pattern) for name in weights):
+        if not any(names_point(pattern, name, weight=True) for name in weights):
             some = ", ".join(list(weights)[:5])
             raise SpecError(f"no weight matches the pattern {pattern!r}; the weights are {some}, ...")
-    return {name: p for name, p in weights.items() if any(_matches(name, pattern) for pattern in patterns)}
+    return {n: p for n, p in weights.items() if any(names_point(pattern, n, weight=True) for pattern in patterns)}
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
@@ -71,10 +71,6 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
             maybe = sum(size > 1 for size in parameter.shape) > 1
             if parameter.is_floating_point() and parameter.dim() >= 2 and (sure or maybe):
                 yield f"{path}.{name}".lstrip("."), parameter, sure
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
 
 
 class WeightChoice:
@@ -116,7 +112,7 @@ class Folding:
         return (scale * torch.rsqrt(self.variance + self.eps)).view(shape)
 
 
-class Products(TorchFunctionMode):
+class Products(Mode):
     """Notes which parameters are multiplied, and which one's output goes straight into which batch norm.
 
     A parameter that was reshaped, masked or normalized on the way, with no activation involved, still counts.
@@ -129,14 +125,13 @@ class Products(TorchFunctionMode):
         self._outputs: list[tuple[Tensor, Tensor, int]] = []
         self._made: dict[int, tuple[Tensor, set[int]]] = {}
 
-    def __torch_function__(
-        self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Function, args: Arguments, kwargs: Named) -> Any:
+        """Run the function, and note what it multiplies or normalizes."""
         if func is F.batch_norm:
             self._note_batch_norm(args, kwargs)
         out = func(*args, **kwargs)
-        operands = list(_tensors((args, kwargs)))
+        leaves = tree_leaves((args, kwargs))
+        operands = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
         if func in LAYERS:
             weight = kwargs["weight"] if "weight" in kwargs else args[2 if func is F.bilinear else 1]
             self.multiplied |= self._sources(weight) or set()
@@ -156,7 +151,7 @@ class Products(TorchFunctionMode):
         made = self._made.get(id(x))
         return made[1] if made is not None and made[0] is x else None
 
-    def _note_batch_norm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_batch_norm(self, args: Arguments, kwargs: Named) -> None:
         names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
         call = {"eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
         for out, weight, axis in self._outputs:
@@ -167,21 +162,7 @@ class Products(TorchFunctionMode):
 
 def products_in(model: nn.Module, closure: Closure) -> Products:
     """Run the closure once to see what it multiplies, and leave everything as it was."""
-    state = random_state()
-    try:
-        seen = Products()
-        with torch.no_grad(), eagerly(), buffers_kept(model), seen:
-            closure()
-        return seen
-    finally:
-        set_random_state(state)
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    """Yield the floating-point tensors among arguments."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+    seen = Products()
+    with torch.no_grad(), eagerly(), random_kept(), buffers_kept(model), seen:
+        closure()
+    return seen

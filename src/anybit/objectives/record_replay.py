@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from anybit.errors import PenaltyError
-from anybit.objectives.activations import ACTIVATIONS, Function, with_graph
+from anybit.objectives.activations import ACTIVATIONS, Arguments, Function, Mode, Named, with_graph
 from anybit.objectives.checkpointing import CallOrder
-from anybit.objectives.chunks import l1_norm, signs, signs_and_l1, wide_format
-from anybit.objectives.kinks import KINKS, Kink, Rectified
+from anybit.objectives.chunks import l1_norm, signs_and_l1, wide_format
+from anybit.objectives.kinks import KINKS, RECTIFIED, gate
 
 Norm = Literal["l1", "l2"]
 
@@ -23,29 +22,14 @@ SHORT = (torch.bfloat16, torch.float16)
 """Formats with too few digits for a finite difference."""
 
 
-def direction(grad: Tensor, norm: Norm) -> Tensor:
-    """Return the direction in which the norm of a gradient grows: its sign (l1, as int8), or itself over its length.
+def unit(grad: Tensor) -> Tensor:
+    """Return a gradient over its length, the direction in which its l2 norm grows; for l1 that is its sign.
 
-    >>> direction(torch.tensor([3.0, 0.0, -4.0]), "l1"), direction(torch.tensor([3.0, -4.0]), "l2")
-    (tensor([ 1,  0, -1], dtype=torch.int8), tensor([ 0.6000, -0.8000]))
+    >>> unit(torch.tensor([3.0, -4.0]))
+    tensor([ 0.6000, -0.8000])
     """
-    if norm == "l1":
-        return signs(grad)
-    length = torch.linalg.vector_norm(grad)
-    unit: Tensor = grad / length.clamp(min=torch.finfo(grad.dtype).tiny)
-    return unit
-
-
-def norm_of(x: Tensor, norm: Norm) -> Tensor:
-    """Return the l1 or l2 norm; the sum of absolute values is several times faster than vector_norm(ord=1).
-
-    >>> norm_of(torch.tensor([3.0, -4.0]), "l1"), norm_of(torch.tensor([3.0, -4.0]), "l2")
-    (tensor(7.), tensor(5.))
-    """
-    if norm == "l1":
-        return l1_norm(x)
-    length: Tensor = torch.linalg.vector_norm(x)
-    return length
+    found: Tensor = grad / torch.linalg.vector_norm(grad).clamp(min=torch.finfo(grad.dtype).tiny)
+    return found
 
 
 def root_mean_square(x: Tensor) -> Tensor:
@@ -76,12 +60,12 @@ class Operand:
 
     def take(self, grad: Tensor, norm: Norm, *, directed: bool) -> None:
         """Note the norm of the gradient, and its direction if that is wanted."""
-        if directed and norm == "l1":
+        if norm == "l2":
+            self.direction, self.norm = unit(grad) if directed else None, torch.linalg.vector_norm(grad)
+        elif directed:
             self.direction, self.norm = signs_and_l1(grad)
-            return
-        self.norm = norm_of(grad, norm)
-        if directed:
-            self.direction = direction(grad, norm)
+        else:
+            self.norm = l1_norm(grad)
 
 
 class Call:
@@ -94,7 +78,7 @@ class Call:
         self.output: Operand | None = None
 
 
-class Watch(TorchFunctionMode, ABC):
+class Watch(Mode):
     """Sees every watched call of a closure in order, and knows a recomputed one from a new one.
 
     `short` is a format with too few digits for a finite difference, if the closure computes in one.
@@ -109,10 +93,8 @@ class Watch(TorchFunctionMode, ABC):
         """Watch, or do not."""
         return self if wanted else contextlib.nullcontext()
 
-    def __torch_function__(
-        self, func: Function, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Function, args: Arguments, kwargs: Named) -> Any:
+        """Run the function, as one that matters or plainly."""
         if torch.is_grad_enabled() and (func in KINKS or func in ACTIVATIONS):
             out = self.watched(func, args, kwargs)
         else:
@@ -122,7 +104,7 @@ class Watch(TorchFunctionMode, ABC):
         return out
 
     @abstractmethod
-    def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watched(self, func: Function, args: Arguments, kwargs: Named) -> Any:
         """Run a function that matters."""
 
 
@@ -139,7 +121,7 @@ class FirstPass(Watch):
         """The activation outputs that the loss depends on, in the order of the calls."""
         return [call.output for call in self.calls if call.output is not None and call.output.norm is not None]
 
-    def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watched(self, func: Function, args: Arguments, kwargs: Named) -> Any:
         """Run the function, note its pieces, and hook its output."""
         if self.order.recomputing():
             return func(*args, **kwargs)
@@ -162,19 +144,19 @@ class SecondPass(Watch):
         super().__init__()
         self.calls, self.factors = first.calls, factors
 
-    def watched(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watched(self, func: Function, args: Arguments, kwargs: Named) -> Any:
         """Run the function on its recorded pieces, then shift its output."""
         call = self._next(func)
-        kink = KINKS.get(func)
+        kink = KINKS[func] if call.memo is not None else None
         shift, factor = self._shift_of(call)
-        if call.memo is not None and isinstance(kink, Rectified):  # the common case: in one go, without a copy
+        if kink is RECTIFIED:  # the common case: in one go, without a copy
             together = shift is not None and shift.dtype == torch.int8
-            out = kink.gate(args[0], call.memo, inplace=call.inplace, shift=shift if together else None, by=factor)
+            out = gate(args[0], call.memo, inplace=call.inplace, shift=shift if together else None, by=factor)
             return out if together or shift is None else out.add_(shift, alpha=factor)
-        if call.inplace:
-            x = args[0]
-            return x.copy_(_moved(self._run(func, kink, call, (x.clone(), *args[1:]), kwargs), shift, factor))
-        return _moved(self._run(func, kink, call, args, kwargs), shift, factor)
+        given = (args[0].clone(), *args[1:]) if call.inplace else args
+        out = func(*given, **kwargs) if kink is None else kink.replay(call.memo, given, kwargs)
+        out = out if shift is None else torch.add(out, shift, alpha=factor)
+        return args[0].copy_(out) if call.inplace else out
 
     def _next(self, func: Function) -> Call:
         index = self.order.position()
@@ -184,11 +166,6 @@ class SecondPass(Watch):
                 "each time it is called with the same random state"
             )
         return self.calls[index]
-
-    def _run(self, func: Function, kink: Kink | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kink is None or call.memo is None:
-            return func(*args, **kwargs)
-        return kink.replay(call.memo, args, kwargs)
 
     def _shift_of(self, call: Call) -> tuple[Tensor | None, float]:
         """Return the direction to move the call's output in, and how far."""
@@ -200,7 +177,3 @@ class SecondPass(Watch):
         if not self.order.in_region():
             output.direction = None  # one byte less per entry while the graph grows
         return shift, factor
-
-
-def _moved(out: Any, shift: Tensor | None, factor: float) -> Any:
-    return out if shift is None else torch.add(out, shift, alpha=factor)

@@ -12,34 +12,35 @@ from torch import Tensor, nn
 
 def random_state() -> tuple[Tensor, list[Tensor]]:
     """Return the state of every random number generator that a model draws from: the CPU's and each accelerator's."""
-    module = _accelerator()
-    states = [] if module is None else [_rng(module, "get")(*device) for device in _devices(module)]
-    return torch.get_rng_state(), states
+    return torch.get_rng_state(), [module.get_rng_state(*device) for module, device in _accelerators()]
 
 
 def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
     """Put every generator where it was."""
     torch.set_rng_state(state[0])
-    module = _accelerator() if state[1] else None
-    for device, value in zip(_devices(module), state[1], strict=True) if module is not None else ():
-        _rng(module, "set")(value, *device)
+    for value, (module, device) in zip(state[1], _accelerators() if state[1] else (), strict=False):
+        module.set_rng_state(value, *device)
 
 
-def _accelerator() -> Any:
-    """Return PyTorch's module for the accelerator (`torch.cuda` and its like), if one is in use."""
-    if not torch.accelerator.is_available():
-        return None
-    module = torch.get_device_module()
-    return module if getattr(module, "is_initialized", lambda: True)() else None
+@contextlib.contextmanager
+def random_kept() -> Iterator[None]:
+    """Put every generator back where it was."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
 
 
-def _devices(module: Any) -> list[tuple[int, ...]]:
-    """Return the arguments that name each device; Apple's module has one device and takes none."""
-    return [()] if module.__name__ == "torch.mps" else [(index,) for index in range(module.device_count())]
+def _accelerators() -> list[tuple[Any, tuple[int, ...]]]:
+    """Return PyTorch's module for the accelerator in use (`torch.cuda` and its like) with what names each device.
 
-
-def _rng(module: Any, verb: str) -> Any:
-    return getattr(module, f"{verb}_rng_state")
+    Apple's module has one device and takes no name.
+    """
+    module = torch.get_device_module() if torch.accelerator.is_available() else None
+    if module is None or not getattr(module, "is_initialized", lambda: True)():
+        return []
+    return [(module, ())] if module.__name__ == "torch.mps" else [(module, (i,)) for i in range(module.device_count())]
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     A forward pass may write into a buffer or put another tensor in its place.
     """
     places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
-    kept = [(place, name, place[name], _copy(place[name])) for place, name in places]
+    kept = [(place, name, b := place[name], None if b is None else b.detach().clone()) for place, name in places]
     try:
         yield
     finally:
@@ -58,10 +59,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 place[name] = buffer
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
-
-
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ does, ln C; so p points of accuracy are p/100 · ln C of cross-entropy, and F ma
 
 F is seen through batches, so it is averaged over the last `AVERAGED` of them, and what that average cannot tell from
 chance (two of its standard errors) is not held against Q. F* cannot be seen while Q is there: the lowest average of the
-run itself stands for it, that of the first `LOOK` steps among them, in which the strength is zero.
+run itself stands for it, that of the first `LOOK` steps among them, in which the strength is zero. Of these the first
+half does not count: fine-tuning begins with a learning rate that throws a trained network off by far more than Q does.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Strength = float | Literal["auto"]
 
 FAR = 1e300
 """Larger than any loss; a finite number, which every format stores."""
-LOOK = 50
+LOOK = 100
 """Steps at the start that only look at how large loss and penalties are."""
 AVERAGED = 100
 """Steps that the average of the loss reaches back."""
@@ -84,7 +85,8 @@ class Auto:
         The value is not needed in the first steps.
         """
         self._steps += 1
-        part = max(1 / self._steps, 1 / AVERAGED)  # a plain mean at first, then the last ones count most
+        seen = self._steps if self._steps <= LOOK // 2 else self._steps - LOOK // 2
+        part = max(1 / seen, 1 / AVERAGED)  # a plain mean at first, then the last ones count most
         self._mean += part * (loss - self._mean)
         self._square += part * (loss**2 - self._square)
         if self._steps < LOOK:
@@ -96,7 +98,7 @@ class Auto:
         unit = max(self.loss * abs(self._lowest), self.nats)
         if not self.least and value > 0:
             self.least = min(self.most, unit / value)
-        spread = math.sqrt(max(0.0, self._square - self._mean**2) / min(self._steps, 2 * AVERAGED))
+        spread = math.sqrt(max(0.0, self._square - self._mean**2) / min(seen, 2 * AVERAGED))
         room = self._lowest + unit + CHANCE * spread - self._mean
         step = STEP * min(1.0, max(-1.0, room / unit)) if unit else STEP
         self.value = min(self.most, max(self.least, self.value * math.exp(step)))

@@ -41,8 +41,8 @@ from anybit.errors import NonFiniteError, PenaltyError
 from anybit.objectives import base, restore
 from anybit.objectives.base import Closure, Scaler, Step, check_finite, eagerly, modes_of
 from anybit.objectives.chunks import extrapolate_
-from anybit.objectives.processes import agreed, averaged, kept, synced
-from anybit.objectives.record_replay import FirstPass, Norm, Operand, SecondPass, direction
+from anybit.objectives.processes import agreed, averaged, several, synced
+from anybit.objectives.record_replay import FirstPass, Norm, Operand, SecondPass, unit
 from anybit.objectives.restore import buffers_kept, full_precision, gradients_set_aside, replaced
 
 NOISE = 32
@@ -239,7 +239,8 @@ def _second_pass(
     side: float,
 ) -> None:
     """Run the closures once more, shifted, and turn the difference into the gradient of loss and penalty."""
-    old = kept([p.grad for p in parameters])
+    shared = several()  # then DDP may hand out parts of its own buffers, which the next pass overwrites
+    old = [p.grad.clone() if shared and p.grad is not None else p.grad for p in parameters]
     h = agreed(seen.h, parameters[0].device) * side
     shifts = [h * amount for amount in seen.amounts]
     moved = seen.weights if request.weight > 0 else []
@@ -270,8 +271,8 @@ def _second_pass(
 def _shifted(weights: list[Tensor], grads: list[Tensor], factors: Sequence[float], norm: Norm) -> Iterator[Tensor]:
     """Yield each weight plus its factor times its gradient's direction, one at a time."""
     for weight, grad, factor in zip(weights, grads, factors, strict=False):
-        unit = torch.sign(grad) if norm == "l1" else direction(grad, norm)
-        yield unit.mul_(factor).add_(weight)
+        direction = torch.sign(grad) if norm == "l1" else unit(grad)
+        yield direction.mul_(factor).add_(weight)
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:

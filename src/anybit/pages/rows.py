@@ -91,11 +91,8 @@ def _read_row(entry: Any) -> Row:
         raise SpecError(f"a row is a table with a label, a seed and so on; got {entry!r}")
     row = Row.from_dict(entry)
     Bits(row.weights, row.activations)
-    if not isinstance(row.label, str):
-        raise SpecError(f"label of a row must be a text, got {row.label!r}")
-    if row.metric not in SHARES and math.isfinite(row.accuracy):
-        return row
-    if not 0 <= row.accuracy <= 1:
+    fine = 0 <= row.accuracy <= 1 if row.metric in SHARES else math.isfinite(row.accuracy)
+    if not fine:
         raise SpecError(f"{row.metric} of a row is from 0 to 1, got {row.accuracy}")
     return row
 

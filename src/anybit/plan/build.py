@@ -23,7 +23,7 @@ from anybit.spec import FLOAT, NARROWEST, WIDEST, QuantSpec, Range
 HELPERS = ("equalize", "bias", "sums", "clip")
 """What can be done for accuracy without data: see `anybit.prepare`."""
 
-SENSITIVE: dict[str, int] = {"same": NARROWEST, "8-bit": 8, "float": FLOAT}
+SENSITIVE: dict[str, int] = {"same": NARROWEST, "8-bit": 8, "measured": 8, "float": FLOAT}
 """How sensitive layers can be treated, and the width that they then never go below."""
 
 WIDE = 6.0

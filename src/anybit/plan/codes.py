@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class Codes:
         array([-3.5,  1. ], dtype=float32)
         """
         out = np.empty(self.values.shape, np.float32)
-        for codes, to, scale, zero in self._parts(self.values, out):
+        for codes, to, scale, zero in _pieces(self.values, out, self.scale, self.zero.astype(np.float32), self.axis):
             np.subtract(codes, zero, out=to, dtype=np.float32)
             to *= scale
         return out
@@ -52,17 +53,6 @@ class Codes:
         """Return one number per index of the axis in a shape that broadcasts with the weight."""
         return vector if self.axis is None else vector.reshape(broadcast(self.values.ndim, self.axis))
 
-    def _parts(self, values: Whole, out: Floats) -> Any:
-        """Yield matching pieces of codes and result that stay in the cache, with their scale and zero."""
-        scale, zero = self.scale, self.zero.astype(np.float32)
-        if self.axis not in (None, 0):
-            yield values, out, self.along_axis(scale), self.along_axis(zero)
-            return
-        rows, to = as_rows(values, self.axis), as_rows(out, self.axis)
-        for down, across in blocks(*rows.shape):
-            own = (scale, zero) if self.axis is None else (scale[down, None], zero[down, None])
-            yield rows[down, across], to[down, across], *own
-
     @property
     def nbytes(self) -> int:
         """The memory that it takes."""
@@ -76,6 +66,18 @@ def broadcast(rank: int, axis: int) -> list[int]:
     [1, -1, 1, 1]
     """
     return [-1 if d == axis else 1 for d in range(rank)]
+
+
+def _pieces(x: Any, out: Any, scale: Any, zero: Any, axis: int | None) -> Iterator[tuple[Any, ...]]:
+    """Yield matching pieces of a weight and of what is made of it that stay in the cache, with their scale and zero."""
+    if axis not in (None, 0) or not x.flags.c_contiguous:
+        shape = () if axis is None else broadcast(x.ndim, axis)
+        yield x, out, scale.reshape(shape), zero.reshape(shape)
+        return
+    rows, to = as_rows(x, axis), as_rows(out, axis)
+    own = [np.broadcast_to(v.reshape(-1, 1), (len(rows), 1)) for v in (scale, zero)]
+    for down, across in blocks(*rows.shape):
+        yield rows[down, across], to[down, across], *(v[down] for v in own)
 
 
 def limits(weight: Floats, how: Weight, bits: int) -> tuple[Floats, Floats]:
@@ -121,13 +123,7 @@ def _kind(bits: int) -> type[np.signedinteger[Any]]:
 def _nearest(weight: Floats, grid: Grid, spec: QuantSpec, middle: int) -> Whole:
     """Return the nearest codes less `middle`, as `quantize` gives them, a cacheful at a time."""
     out = np.empty(weight.shape, _kind(spec.bits))
-    if spec.axis not in (None, 0) or not weight.flags.c_contiguous:
-        pieces: Any = [(weight, out, grid.scale, grid.zero)]
-    else:
-        rows, to = as_rows(weight, spec.axis), as_rows(out, spec.axis)
-        own = [np.broadcast_to(v.reshape(-1, 1), (len(rows), 1)) for v in (grid.scale, grid.zero)]
-        pieces = [(rows[d, a], to[d, a], *(v[d] for v in own)) for d, a in blocks(*rows.shape)]
-    for part, codes, scale, zero in pieces:
+    for part, codes, scale, zero in _pieces(weight, out, grid.scale, grid.zero, spec.axis):
         with np.errstate(over="ignore"):
             ratio = part / scale
         np.rint(ratio, out=ratio)

@@ -144,7 +144,8 @@ def find_pairs(graph: Graph) -> list[Pair]:
         reader, repeat = found
         named = layer.inputs[2] if len(layer.inputs) > 2 else ""
         if own(layer.inputs[1]) and own(reader.inputs[1]) and (not named or own(named)):
-            pairs.append(Pair(layer, _side(layer, output=True), _side(reader, output=False, repeat=repeat)))
+            written = Side(layer.inputs[1], layer.axis, layer.groups)
+            pairs.append(Pair(layer, written, Side(reader.inputs[1], 1 - reader.axis, reader.groups, repeat)))
     return pairs
 
 
@@ -179,10 +180,6 @@ def _channels(graph: Graph, layer: Node, value: str) -> int | None:
     if layer.convolution:
         return 1 if rank == weight.ndim else None
     return rank - 1 if weight.ndim == 2 and rank else None
-
-
-def _side(layer: Node, *, output: bool, repeat: int = 1) -> Side:
-    return Side(layer.inputs[1], layer.axis if output else 1 - layer.axis, layer.groups, repeat)
 
 
 def _sizes(weight: npt.NDArray[Any]) -> Array:

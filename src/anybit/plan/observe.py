@@ -15,7 +15,7 @@ from anybit.plan.clip import mse_from_histogram, percentile_from_histogram
 from anybit.plan.grid import make_grid
 from anybit.plan.moments import ESTIMATED
 from anybit.plan.points import Activation, Plan
-from anybit.spec import FLOAT, NARROWEST, QuantSpec, Range
+from anybit.spec import FLOAT, NARROWEST, WIDEST, QuantSpec, Range
 
 Array = npt.NDArray[Any]
 
@@ -192,29 +192,39 @@ class Calibration:
             if self.made_up:
                 if point.kind == "input" or not _far_off(point, ranges[FLOAT]):
                     continue
-                ranges = roomier(ranges)
+                ranges = roomier(ranges, point)
             found[point.name] = tuple((b, replace(r, source=self.source or r.source)) for b, r in ranges.items())
         return self.plan.with_ranges(found)
 
 
 MADE_UP = "made-up inputs"
-ROOM = 2.0
-"""How much larger real values may be than those of made-up inputs, where bits are there to spare."""
+ROOM, MUCH_ROOM = 2.0, 8.0
+"""How much larger real values may be than those of made-up inputs, where bits are there to spare: a few, or many."""
 SPARE = 7
 """From this width on."""
 FAR_OFF = 8.0
 """A range without data that is so much larger than any value seen is no use."""
 
 
-def roomier(ranges: dict[int, Range]) -> dict[int, Range]:
+def roomier(ranges: dict[int, Range], point: Activation) -> dict[int, Range]:
     """Return ranges from made-up inputs, with room for what real ones may do.
 
-    >>> roomier({32: Range(-1.0, 2.0, ""), 4: Range(-1.0, 1.0, ""), 8: Range(-1.0, 1.0, "")})
+    A sum that goes below zero may go as far above it, and the other way round: made-up sound has no speech in it.
+
+    >>> seen = {32: Range(-1.0, 2.0, ""), 4: Range(-1.0, 1.0, ""), 8: Range(-1.0, 1.0, "")}
+    >>> roomier(seen, Activation("y", "activation"))
     {32: Range(low=-2.0, high=4.0, source='made-up inputs'), 4: Range(low=-1.0, high=1.0, source='made-up inputs')}
+    >>> str(roomier(seen, Activation("y", "accumulator"))[32])
+    '[-4, 4]'
+    >>> str(roomier(seen, Activation("y", "activation", floor=16))[32])
+    '[-8, 16]'
     """
-    whole = ranges[FLOAT]
-    wide = Range(whole.low * ROOM, whole.high * ROOM, MADE_UP)
-    return {FLOAT: wide} | {b: replace(r, source=MADE_UP) for b, r in ranges.items() if b < SPARE}
+    low, high = ranges[FLOAT].low, ranges[FLOAT].high
+    if point.kind == "accumulator" and low < 0:
+        low, high = min(low, -high), max(-low, high)
+    room = MUCH_ROOM if point.floor >= WIDEST else ROOM
+    found = {FLOAT: Range(low * room, high * room, MADE_UP)}
+    return found | {b: replace(r, source=MADE_UP) for b, r in ranges.items() if b < SPARE}
 
 
 def _far_off(point: Activation, seen: Range) -> bool:

@@ -91,8 +91,10 @@ def signals(graph: Graph) -> set[str]:
     bent = {name: False for name in graph.inputs if name in graph.floating and 0 < graph.rank(name) < 4}
     for node in graph.nodes:
         before = [bent[name] for name in node.inputs if name in bent]
+        # A window or a rotation: by numbers that do not come from the signal.
+        scaled = len(before) == 1 and (node.kind == "mul" or (node.kind == "div" and node.inputs[0] in bent))
         if before and not (node.kind in PRODUCTS and any(before)):
-            bent[node.output] = any(before) or node.kind not in LINEAR
+            bent[node.output] = any(before) or not (scaled or node.kind in LINEAR)
     return set(bent)
 
 

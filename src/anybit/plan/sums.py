@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anybit.errors import SpecError
+from anybit.graph.view import by_output
 from anybit.plan.grid import Array
 from anybit.plan.rows import BLOCK
 
@@ -50,7 +51,11 @@ def squant(x: Array, scale: Array, zero: Array, low: int, high: int, *, axis: in
     """
     if x.size == 0:
         return x.copy()
-    kernels = _by_channel(x, axis, groups)
+    if axis not in (0, 1) or axis >= x.ndim:
+        raise SpecError(f"the output channels of a weight are its dimension 0 or 1; got {axis} of {x.ndim}")
+    if axis == 1 and x.shape[0] % groups:
+        raise SpecError(f"{x.shape[0]} input channels cannot be split into {groups} groups")
+    kernels = by_output(x, axis, groups)
     channels, inputs, taps = kernels.shape
     codes = np.empty(kernels.shape, x.dtype)
     scales, zeros = (_one_per_channel(v, x, axis, groups) for v in (scale, zero))
@@ -64,20 +69,8 @@ def squant(x: Array, scale: Array, zero: Array, low: int, high: int, *, axis: in
     return _as_it_was(codes, x, axis, groups)
 
 
-def _by_channel(x: Array, axis: int, groups: int) -> Array:
-    """Return a weight as (output channel, input channel, tap)."""
-    if axis not in (0, 1) or axis >= x.ndim:
-        raise SpecError(f"the output channels of a weight are its dimension 0 or 1; got {axis} of {x.ndim}")
-    if axis == 0:
-        return x.reshape(x.shape[0], x.shape[1] if x.ndim > 1 else 1, -1)
-    if x.shape[0] % groups:
-        raise SpecError(f"{x.shape[0]} input channels cannot be split into {groups} groups")
-    grouped = x.reshape(groups, x.shape[0] // groups, x.shape[1], -1).swapaxes(1, 2)
-    return grouped.reshape(groups * x.shape[1], x.shape[0] // groups, -1)
-
-
 def _as_it_was(codes: Array, x: Array, axis: int, groups: int) -> Array:
-    """Undo `_by_channel`."""
+    """Undo `by_output`."""
     if axis == 0:
         return codes.reshape(x.shape)
     return codes.reshape(groups, x.shape[1], x.shape[0] // groups, -1).swapaxes(1, 2).reshape(x.shape)

@@ -11,12 +11,16 @@ from __future__ import annotations
 import base64
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+from anybit.common.text import quoted
 from anybit.errors import FileError, SpecError
 from anybit.plan.extras import Rounded, Shift
 from anybit.plan.points import Activation, Bias, Left, Plan, Weight
 from anybit.spec import Range, check_width
+
+T = TypeVar("T")
 
 FIELDS = ("points", "biases", "left")
 
@@ -38,38 +42,35 @@ def _short(entry: Any) -> dict[str, Any]:
     if "ranges" in values:
         values["ranges"] = [[bits, r.low, r.high, r.source] for bits, r in entry.ranges]
     for key in values.keys() & _EXTRAS.keys():
-        values[key] = [[_plain(v) for v in dataclasses.astuple(extra)] for extra in values[key]]
+        rows = [dataclasses.astuple(extra) for extra in values[key]]
+        values[key] = [[base64.b64encode(v).decode() if isinstance(v, bytes) else v for v in row] for row in rows]
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-
-
-def _plain(value: int | bytes) -> int | str:
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
 def plan_from_values(values: Any, *, where: str) -> Plan:
     """Read what `plan_to_values` wrote, trusting nothing; `where` names the file in errors."""
     if not isinstance(values, dict):
-        raise FileError(f"{where}: a plan must be a JSON object, got {said(values)}")
+        raise FileError(f"{where}: a plan must be a JSON object, got {quoted(values)}")
     same_keys(values, set(FIELDS), set(FIELDS), where)
     points = _entries(_point, values["points"], f"{where}: points")
-    biases = _entries(lambda v, spot: entry(Bias, v, spot), values["biases"], f"{where}: biases")
-    left = _entries(lambda v, spot: entry(Left, v, spot), values["left"], f"{where}: left")
+    biases = _entries(partial(entry, Bias), values["biases"], f"{where}: biases")
+    left = _entries(partial(entry, Left), values["left"], f"{where}: left")
     return _plan(points, biases, left, where)
 
 
 def plan_from_old(values: dict[str, Any], *, where: str) -> Plan:
     """Read the lists of a master of version 1 or 2."""
-    weights = _entries(lambda v, spot: entry(Weight, v, spot), values["weights"], f"{where}: weights")
-    activations = _entries(lambda v, spot: entry(Activation, v, spot), values["activations"], f"{where}: activations")
+    weights = _entries(partial(entry, Weight), values["weights"], f"{where}: weights")
+    activations = _entries(partial(entry, Activation), values["activations"], f"{where}: activations")
     places = {a.value: a.name for a in activations} | {w.tensor: w.name for w in weights}
 
     def bias(v: Any, spot: str) -> Bias:
         if not isinstance(v, dict):
-            raise FileError(f"{spot} must be a JSON object, got {said(v)}")
-        found: Bias = entry(Bias, {"name": v.get("tensor")} | {k: x for k, x in v.items() if k not in _GONE}, spot)
+            raise FileError(f"{spot} must be a JSON object, got {quoted(v)}")
+        found = entry(Bias, {"name": v.get("tensor")} | {k: x for k, x in v.items() if k not in _GONE}, spot)
         for name in [n for n in (found.weight, v.get("value")) if n is not None]:
             if not isinstance(name, str) or name not in places:
-                raise FileError(f"{spot}: {said(name)} is not the tensor or value of a point")
+                raise FileError(f"{spot}: {quoted(name)} is not the tensor or value of a point")
         source = places[v["value"]] if v.get("value") is not None else ""
         return dataclasses.replace(found, weight=places[found.weight], input=source)
 
@@ -87,31 +88,29 @@ def _plan(points: list[Any], biases: list[Any], left: list[Any], where: str) -> 
     kinds = {point.name: point.kind for point in points}
     for i, bias in enumerate(biases):
         if kinds.get(bias.weight) != "weight":
-            raise FileError(f"{where}: biases[{i}].weight: {said(bias.weight)} is not the name of a weight")
+            raise FileError(f"{where}: biases[{i}].weight: {quoted(bias.weight)} is not the name of a weight")
         if bias.input and kinds.get(bias.input, "weight") == "weight":
-            raise FileError(f"{where}: biases[{i}].input: {said(bias.input)} is not the name of an activation")
+            raise FileError(f"{where}: biases[{i}].input: {quoted(bias.input)} is not the name of an activation")
     return plan
 
 
 def _point(values: Any, where: str) -> Weight | Activation:
     if isinstance(values, dict) and values.get("kind") == "weight":
-        found: Weight = entry(Weight, {k: v for k, v in values.items() if k != "kind"}, where)
-        return found
-    other: Activation = entry(Activation, values, where)
-    return other
+        return entry(Weight, {k: v for k, v in values.items() if k != "kind"}, where)
+    return entry(Activation, values, where)
 
 
 def _entries(read: Callable[[Any, str], Any], values: Any, where: str) -> list[Any]:
     if not isinstance(values, list):
-        raise FileError(f"{where} must be a list, got {said(values)}")
+        raise FileError(f"{where} must be a list, got {quoted(values)}")
     return [read(value, f"{where}[{i}]") for i, value in enumerate(values)]
 
 
-def entry(cls: type[Any], values: Any, where: str) -> Any:
+def entry(cls: type[T], values: Any, where: str) -> T:
     """Read one entry of a list into a dataclass."""
     if not isinstance(values, dict):
-        raise FileError(f"{where} must be a JSON object, got {said(values)}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+        raise FileError(f"{where} must be a JSON object, got {quoted(values)}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     same_keys(values, set(fields), {n for n, f in fields.items() if f.default is dataclasses.MISSING}, where)
     read = {}
     for key, value in values.items():
@@ -121,7 +120,7 @@ def entry(cls: type[Any], values: Any, where: str) -> Any:
         except SpecError as error:
             raise FileError(f"{where}.{key}: {error}") from error
         except (TypeError, ValueError):
-            raise FileError(f"{where}.{key} must be {wanted}, got {said(value)}") from None
+            raise FileError(f"{where}.{key} must be {wanted}, got {quoted(value)}") from None
     try:
         return cls(**read)
     except SpecError as error:
@@ -136,36 +135,28 @@ def same_keys(values: dict[str, Any], allowed: set[str], required: set[str], whe
         raise FileError(f"{where}: field {missing[0]!r} is missing")
 
 
-def said(value: Any) -> str:
-    """Return a value as an error quotes it: never pages of it."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
 def is_whole(value: Any) -> bool:
     """Tell whether a value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _whole(least: int, below: int = 2**31) -> Callable[[Any], int]:
-    def convert(value: Any) -> int:
-        if not is_whole(value) or not least <= value < below:
+def _only(test: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Return what hands a value on if it passes a test."""
+
+    def convert(value: Any) -> Any:
+        if not test(value):
             raise TypeError
-        return int(value)
+        return value
 
     return convert
+
+
+def _whole(least: int, below: int = 2**31) -> Callable[[Any], int]:
+    return _only(lambda value: is_whole(value) and least <= value < below)
+
+
+_text = _only(lambda value: isinstance(value, str))
+_size = _only(lambda value: value is None or isinstance(value, str) or (is_whole(value) and 0 <= value < 2**31))
 
 
 def _number(value: Any) -> float:
@@ -175,45 +166,31 @@ def _number(value: Any) -> float:
 
 
 def _list(value: Any, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise TypeError
-    return tuple(convert(v) for v in value)
+    return tuple(convert(v) for v in _only(lambda v: isinstance(v, list))(value))
 
 
-def _size(value: Any) -> int | str | None:
-    return value if value is None or isinstance(value, str) else _whole(0)(value)
-
-
-def _range(value: Any) -> tuple[int, Range]:
-    if not isinstance(value, list) or len(value) != 4:
-        raise TypeError
-    bits, low, high, source = value
-    return check_width(bits), Range(_number(low), _number(high), _text(source))
-
-
-def _ranges(value: Any) -> tuple[tuple[int, Range], ...]:
-    found = _list(value, _range)
-    if len(dict(found)) != len(found):
+def _by_width(value: Any, convert: Callable[[Any], Any], widths: Callable[[Any], object]) -> tuple[Any, ...]:
+    """Read a list of which no two entries may be for the same widths."""
+    found = _list(value, convert)
+    if len({widths(entry) for entry in found}) != len(found):
         raise SpecError("a width is listed twice")
     return found
 
 
+def _range(value: Any) -> tuple[int, Range]:
+    bits, low, high, source = _list(value, lambda part: part)
+    return check_width(bits), Range(_number(low), _number(high), _text(source))
+
+
 def _extras(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what reads a list of extras, of which no two may be for the same widths."""
+    """Return what reads a list of extras."""
     kinds = [_whole(0, 2**32) if field.type == "int" else _bytes for field in dataclasses.fields(cls)]
 
     def one(value: Any) -> Any:
-        if not isinstance(value, list) or len(value) != len(kinds):
-            raise TypeError
-        return cls(*(convert(v) for convert, v in zip(kinds, value, strict=True)))
+        parts = _list(value, lambda part: part)
+        return cls(*(convert(part) for convert, part in zip(kinds, parts, strict=True)))
 
-    def convert(value: Any) -> tuple[Any, ...]:
-        found = _list(value, one)
-        if len({(extra.bits, getattr(extra, "inputs", 0)) for extra in found}) != len(found):
-            raise SpecError("a width is listed twice")
-        return found
-
-    return convert
+    return lambda value: _by_width(value, one, lambda extra: (extra.bits, getattr(extra, "inputs", 0)))
 
 
 def _bytes(value: Any) -> bytes:
@@ -224,7 +201,7 @@ _EXTRAS: dict[str, type[Any]] = {"rounded": Rounded, "shifts": Shift}
 
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("name", "tensor", "value", "kind", "weight", "input", "reason", "because"), ("a text", _text)),
-    **dict.fromkeys(("symmetric", "sums", "clip"), ("true or false", _flag)),
+    **dict.fromkeys(("symmetric", "sums", "clip"), ("true or false", _only(lambda value: isinstance(value, bool)))),
     **dict.fromkeys(("axis", "channels"), ("a whole number from 0 on", _whole(0))),
     **dict.fromkeys(("file", "sha256"), ("a text", _text)),
     "bytes": ("a whole number from 1 on", _whole(1, 2**48)),
@@ -232,7 +209,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "floor": ("a width", check_width),
     "shape": ("a list of sizes", lambda value: _list(value, _size)),
     "mean": ("a list of finite numbers", lambda value: _list(value, _number)),
-    "ranges": ("a list of [width, low, high, where from]", _ranges),
+    "ranges": ("a list of [width, low, high, where from]", lambda value: _by_width(value, _range, lambda r: r[0])),
     "rounded": ("a list of [width, mark, scale, zero, ranks], the last three in base64", _extras(Rounded)),
     "shifts": ("a list of [width, width of the input, numbers in base64]", _extras(Shift)),
 }

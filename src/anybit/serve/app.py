@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-import base64
+import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from anybit.common.text import printable
-from anybit.errors import SpecError
+from anybit.errors import AnybitError, SpecError
 from anybit.policy import BATTERY, Chooser, Reading, Step, battery
-from anybit.serve.answers import Answer, Refused, say
-from anybit.serve.model import LiveModel
+from anybit.serve.model import LiveModel, pair
 from anybit.serve.upload import ARRAYS, LARGEST_UPLOAD, TYPES, Example
 from anybit.spec import FLOAT, Bits
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The body of a response, its media type and its status."""
+
+    body: bytes
+    kind: str
+    status: HTTPStatus = HTTPStatus.OK
+
+
+class Refused(AnybitError):  # noqa: N818
+    """A request that is not served; `status` is what HTTP calls the reason."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+def say(value: Any, status: HTTPStatus = HTTPStatus.OK) -> Answer:
+    """Return an answer in JSON.
+
+    >>> say({"bits": "W4A8"}).body
+    b'{"bits": "W4A8"}'
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return Answer(text.encode("utf-8", "replace"), "application/json; charset=utf-8", status)
+
 
 Query = Mapping[str, str]
 Route = Callable[[Query, bytes], Answer]
@@ -49,8 +76,8 @@ class App:
         self.routes: dict[str, tuple[str, Route]] = {
             "about": ("GET", lambda query, body: say(self.about())),
             "policy": ("GET", lambda query, body: self.choose(query)),
-            "footprint": ("GET", lambda query, body: self.footprint(query)),
-            "predict": ("POST", self.predict),
+            "footprint": ("GET", lambda query, body: say(model.footprint(bits_of(query)))),
+            "predict": ("POST", lambda query, body: say(model.predict(body, bits_of(query)))),
         }
         for route, (name, kind) in _FILES.items():
             self.routes[route] = "GET", _fixed((Path(__file__).parent / name).read_bytes(), kind)
@@ -85,27 +112,6 @@ class App:
             "types": [*(sorted(TYPES.values()) if self.model.how is not None else []), *ARRAYS.values()],
         }
 
-    def predict(self, query: Query, body: bytes) -> Answer:
-        """Return what the network says about an upload."""
-        found = self.model.predict(body, bits_of(query))
-        return say(
-            {
-                **_pair(found.bits),
-                "guesses": [{"class": g.index, "label": g.label, "confidence": g.confidence} for g in found.guesses],
-                "milliseconds": 1000 * found.seconds,
-                "runs": found.runs,
-                "outputs": [printable(answer, 200) for answer in found.outputs],
-                "seen": None if found.seen is None else base64.b64encode(found.seen).decode(),
-                "size": found.size,
-            }
-        )
-
-    def footprint(self, query: Query) -> Answer:
-        """Return the bytes that a pair of widths takes."""
-        bits = bits_of(query)
-        found = self.model.footprint(bits)
-        return say({**_pair(bits), "file_bytes": found.file_bytes, "resident_bytes": found.resident_bytes})
-
     def choose(self, query: Query) -> Answer:
         """Return what the policy chooses; `now` is what it chose before, if anything, so that it does not flap."""
         chooser = Chooser(self.policy, margin=MARGIN)
@@ -114,7 +120,7 @@ class App:
         mains = query.get("mains")
         if mains not in ("0", "1"):
             raise SpecError(f"mains must be 0 or 1, got {mains!r}"[:80])
-        return say(_pair(chooser.choose(Reading(percent_of(query), mains == "1"))))
+        return say(pair(chooser.choose(Reading(percent_of(query), mains == "1"))))
 
 
 def bits_of(query: Query) -> Bits:
@@ -142,10 +148,6 @@ def percent_of(query: Query) -> float:
     if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) or float(text) > 100:
         raise SpecError(f"percent must be a number from 0 to 100, got {text[:20]!r}")
     return float(text)
-
-
-def _pair(bits: Bits) -> dict[str, Any]:
-    return {"bits": str(bits), "weights": bits.weights, "activations": bits.activations}
 
 
 def _fixed(body: bytes, kind: str) -> Route:

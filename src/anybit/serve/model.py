@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import threading
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from anybit.artifact.answers import Answer, answers, outputs_of, scores_of
+from anybit.artifact.answers import answers, outputs_of, scores_of
 from anybit.artifact.bench import footprint
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.inputs import Feed
 from anybit.artifact.pictures import pillow
 from anybit.artifact.session import Session
+from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.policy import measure
 from anybit.serve.upload import read_upload
@@ -25,39 +27,6 @@ FEWEST_RUNS, MOST_RUNS, TIMING = 3, 15, 0.25
 """How often a run is timed: as often as fits in `TIMING` seconds, within these limits."""
 
 Numbers = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Guess:
-    """A class and how sure the network is of it."""
-
-    index: int
-    label: str
-    confidence: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the network says about one input at one pair of widths; `seconds` is the median of `runs`."""
-
-    bits: Bits
-    outputs: tuple[Answer, ...]
-    guesses: tuple[Guess, ...]
-    """The most likely classes, where an output is one row of scores."""
-    seconds: float
-    runs: int
-    seen: bytes | None
-    """A picture in the pixels that the network gets, as a PNG."""
-    size: tuple[int, int] | None
-    """Its height and width."""
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What a pair of widths takes: bytes of the exported file, and bytes in memory."""
-
-    file_bytes: int
-    resident_bytes: int
 
 
 class LiveModel:
@@ -72,7 +41,7 @@ class LiveModel:
         self.session, self.takes = session, session.takes
         self.how = _of_pictures(session)
         self._running, self._measuring = threading.Lock(), threading.Lock()
-        self._footprints: dict[Bits, Footprint] = {}
+        self._footprints: dict[Bits, tuple[int, int]] = {}
         self._example = session.example()
         outputs, _ = outputs_of(session, self._example, finite=False)
         self.labels = session.feeding
@@ -86,8 +55,12 @@ class LiveModel:
         height, width = (side or "any" for side in self.how.size)
         return f"{height} x {width} pixels, {'grey' if self.how.channels == 'grey' else 'colour'}"
 
-    def predict(self, data: bytes, bits: Bits) -> Prediction:
-        """Return what the network says about an upload at these widths, and how long a run takes now."""
+    def predict(self, data: bytes, bits: Bits) -> dict[str, Any]:
+        """Return what the network says about an upload at these widths, and how long a run takes now: the median.
+
+        `guesses` are the most likely classes, where an output is one row of scores; `seen` is a picture in the pixels
+        that the network gets, as a PNG, and `size` its height and width.
+        """
         feed = read_upload(data, self.takes, self.how)  # others may run while this decodes
         with self._running:
             self.session.set_bits(weights=bits.weights, activations=bits.activations)
@@ -96,15 +69,25 @@ class LiveModel:
         scores = scores_of(outputs, len(self.labels.labels))
         found = answers(outputs, scores)
         rows = [outputs[answer.name] for answer in found if answer.best is not None]
-        guesses = self._guesses(rows[0].ravel()) if rows else ()
-        seen, size = (None, None) if self.how is None else self.seen(next(iter(feed.values())))
-        return Prediction(used, tuple(found), guesses, seconds, runs, seen, size)
+        said = {
+            **pair(used),
+            "guesses": self._guesses(rows[0].ravel()) if rows else [],
+            "milliseconds": 1000 * seconds,
+            "runs": runs,
+            "outputs": [printable(answer, 200) for answer in found],
+            "seen": None,
+            "size": None,
+        }
+        if self.how is not None:
+            png, said["size"] = self.seen(next(iter(feed.values())))
+            said["seen"] = base64.b64encode(png).decode()
+        return said
 
-    def _guesses(self, scores: npt.NDArray[np.float32]) -> tuple[Guess, ...]:
+    def _guesses(self, scores: npt.NDArray[np.float32]) -> list[dict[str, Any]]:
         row: Numbers = np.asarray(scores, np.float64)
         shares = row if scores_of({"": row}) and row.min() >= 0 else softmax(row)
         best = np.argsort(-shares, kind="stable")[:TOP]
-        return tuple(Guess(int(i), self.labels.label(int(i)), float(shares[i])) for i in best)
+        return [{"class": i, "label": self.labels.label(i), "confidence": float(shares[i])} for i in best.tolist()]
 
     def seen(self, x: npt.NDArray[np.float32]) -> tuple[bytes, tuple[int, int]]:
         """Return a batch of one as a PNG of the network's own size, its normalization undone."""
@@ -120,12 +103,18 @@ class LiveModel:
         runs = max(FEWEST_RUNS, min(MOST_RUNS, int(TIMING / max(one, 1e-6))))
         return measure(lambda: self.session.run(x), repeats=runs), runs
 
-    def footprint(self, bits: Bits) -> Footprint:
-        """Return what these widths take, measured once, in a process of its own."""
+    def footprint(self, bits: Bits) -> dict[str, Any]:
+        """Return the bytes that these widths take on disk and in memory, measured once, in a process of its own."""
         with self._measuring:
             if bits not in self._footprints:
-                self._footprints[bits] = Footprint(*footprint(self.session.master.path, bits, self._example))
-            return self._footprints[bits]
+                self._footprints[bits] = footprint(self.session.master.path, bits, self._example)
+            file, resident = self._footprints[bits]
+        return {**pair(bits), "file_bytes": file, "resident_bytes": resident}
+
+
+def pair(bits: Bits) -> dict[str, Any]:
+    """Return widths as the page takes them."""
+    return {"bits": str(bits), "weights": bits.weights, "activations": bits.activations}
 
 
 def softmax(x: Numbers) -> Numbers:

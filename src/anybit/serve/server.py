@@ -26,8 +26,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from anybit.errors import AnybitError, SpecError
-from anybit.serve.answers import Answer, Refused, refusal
-from anybit.serve.app import App
+from anybit.serve.app import Answer, App, Refused, say
 from anybit.serve.upload import LARGEST_UPLOAD
 
 ADDRESS = "127.0.0.1"
@@ -150,14 +149,15 @@ class Handler(BaseHTTPRequestHandler):
         try:
             answer = self._answer()
         except Refused as error:
-            answer = refusal(error.status, str(error))
+            answer = say({"error": str(error)}, error.status)
         except AnybitError as error:
-            answer = refusal(HTTPStatus.BAD_REQUEST, str(error))
+            answer = say({"error": str(error)}, HTTPStatus.BAD_REQUEST)
         except (ConnectionError, TimeoutError):
             raise
         except Exception:
             traceback.print_exc()
-            answer = refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "this is a bug in anybit; the terminal says more")
+            bug = "this is a bug in anybit; the terminal says more"
+            answer = say({"error": bug}, HTTPStatus.INTERNAL_SERVER_ERROR)
         self._send(answer)
         if self._unread:
             self._throw_away()
@@ -223,7 +223,8 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer what is no request, or has an unknown method, in the same form as every other refusal."""
         status = HTTPStatus(code)
-        self._send(refusal(status, f"this server takes GET and POST requests; {message or status.phrase}"[:300]))
+        text = f"this server takes GET and POST requests; {message or status.phrase}"[:300]
+        self._send(say({"error": text}, status))
 
     def version_string(self) -> str:
         """Return what the server calls itself: no versions for strangers."""

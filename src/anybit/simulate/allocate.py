@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.artifact.output_error import allocate_master
+from anybit.artifact import output_error
+from anybit.artifact.latency import Clock, choose_in_time
+from anybit.artifact.reconstruct import feeds_of
 from anybit.errors import DataError, SpecError
 from anybit.graph.from_torch import to_numpy
-from anybit.plan.allocation import Allocation, check_choices, choose
+from anybit.plan.allocation import Allocation, Unit, check_choices, choose
 from anybit.plan.codes import limits
 from anybit.plan.grid import weight_grid
 from anybit.simulate.capture import moved_to
@@ -98,38 +100,47 @@ def allocate(
     *,
     budget: float,
     loader: Iterable[Any],
-    unit: Literal["bits", "bytes"] = "bits",
+    unit: Unit = "bits",
     activations: int = 8,
     widths: Sequence[int] = (2, 3, 4, 5, 6, 7, 8),
     loss: Loss = F.cross_entropy,
     by: Literal["bound", "output"] = "bound",
+    threads: int | None = None,
 ) -> Allocation:
     """Choose a width for every weight so that the harm done is smallest under a budget, which is never exceeded.
 
     Args:
         net: A prepared network; its widths are not changed.
-        budget: How much the weights may take: bits per weight on average, or bytes in all.
+        budget: How much the weights may take: bits per weight on average, or bytes in all; or how many seconds a run of
+            the first input may take in ONNX Runtime on this machine, which is measured.
         loader: Pairs of inputs and targets, or inputs alone, the same ones each time it is iterated; a few hundred
             examples will do. Without targets the network's own predictions stand in for them.
-        unit: What the budget counts, "bits" (on average) or "bytes".
+        unit: What the budget counts: "bits" (on average), "bytes" or "seconds".
         activations: The width of all activations when the loss is measured.
         widths: What to choose from.
         loss: A function of the network's output and the targets.
         by: What harm is: "bound" (the first-order bound on the loss) or "output" (the squared error of the output with
             one weight rounded at a time; needs no labels and takes as many runs as there are weights and widths).
+        threads: How many threads a run may use when it is timed; all cores by default.
     """
     choices = check_choices(widths, unit, activations)
     if by == "output":
         inputs = [batch[0] if isinstance(batch, tuple | list) else batch for batch in loader]
-        return allocate_master(
-            net.as_master(), inputs, budget=budget, unit=unit, activations=activations, widths=choices
+        return output_error.allocate(
+            net, inputs, budget=budget, unit=unit, activations=activations, widths=choices, threads=threads
         )
     if by != "bound":
         raise SpecError(f'by is "bound" (of the loss) or "output" (its error); got {by!r}')
-    found = choose(net.plan.weights, bounds(net, loader, choices, loss=loss), choices, budget, unit)
+    costs, seconds = bounds(net, loader, choices, loss=loss), None
+    if unit == "seconds":
+        master = net.as_master()
+        clock = Clock.of(master, next(feeds_of(master, loader)), activations, threads)
+        found, seconds = choose_in_time(clock, costs, choices, budget)
+    else:
+        found = choose(net.plan.weights, costs, choices, budget, unit)
     layers = {name: Bits(width, activations) for name, width in found.widths.items()}
     with net.at(weights=FLOAT, activations=FLOAT):
         before = mean_loss(net, loader, loss)
     with net.at(weights=choices[-1], activations=activations, layers=layers):
         after = mean_loss(net, loader, loss)
-    return Allocation(layers, found.average, found.size, found.cost, before, after)
+    return Allocation(layers, found.average, found.size, found.cost, before, after, seconds=seconds)

@@ -10,8 +10,9 @@ import contextlib
 import functools
 import io
 import logging
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
 from anybit.errors import CaptureError
-from anybit.simulate.decompose import decompositions
 from anybit.simulate.recurrent import as_operators, to_built_in
 from anybit.simulate.refusals import describe, reasons
 
@@ -70,9 +70,7 @@ def capture(model: nn.Module, example: Example) -> fx.GraphModule:
     args, kwargs = pytree.tree_map_only(Tensor, _at_least_two, (args, kwargs))
     if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise CaptureError("an example input holds at least one tensor, with the batch as its first dimension")
-    with evaluating(model), torch.no_grad(), warnings.catch_warnings(), _no_dumps():
-        # torch.export warns about its own internals; what matters to the user is raised below.
-        warnings.simplefilter("ignore")
+    with evaluating(model), torch.no_grad(), quietly("torch.fx.experimental.symbolic_shapes"):
         try:
             module = _export(model, args, kwargs)
         except Exception as error:
@@ -80,53 +78,43 @@ def capture(model: nn.Module, example: Example) -> fx.GraphModule:
             _run_once(model, args, kwargs)
             found = reasons(model, args, kwargs, _export) or [describe(type(model).__name__, error)]
             raise CaptureError(f"{type(model).__name__} cannot be captured", found) from error
-    assert isinstance(module, fx.GraphModule)
     if problems := [p for node in module.graph.nodes if (p := _fixed_batch(node))]:
         raise CaptureError(f"{type(model).__name__} works at one batch size only", problems)
-    _drop_bookkeeping(module)
-    # What comes in is checked by `Signature`, with messages that name the input.
-    module._forward_pre_hooks.clear()
-    module._forward_pre_hooks_with_kwargs.clear()
-    for name in ("train", "eval"):
-        # An exported module refuses to change mode; ours has no operator that depends on it.
-        module.__dict__.pop(name, None)
     return module
 
 
 @contextlib.contextmanager
-def _no_dumps() -> Iterator[None]:
-    """Keep torch.export from writing whole graphs to stderr: what matters of a failure is raised, in a line."""
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before, level = io.StringIO(), log.level
-    log.setLevel(logging.CRITICAL)
+def quietly(log: str) -> Iterator[None]:
+    """Keep from the terminal what PyTorch says about its own internals: what matters of a failure is raised."""
+    logger, aside = logging.getLogger(log), io.StringIO()
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(before), contextlib.redirect_stderr(before):
+        with contextlib.redirect_stdout(aside), contextlib.redirect_stderr(aside), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(level)
+        logger.setLevel(level)
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
     """Capture with every size free that can be.
 
     Following free image sizes symbolically takes torch.export minutes. So pictures are captured at one size first; most
     networks then work at any size, which is tried (`_other_sizes`). Where that fails, and for all other inputs, sizes
     are followed symbolically, and some networks only go with a free batch.
     """
-    fixed: nn.Module | None = None
+    fixed: fx.GraphModule | None = None
     pictures = all(x.dim() >= 4 for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-    attempts = (False, True) if pictures else (True, False)
     error: Exception | None = None
-    for all_dims in attempts:
+    for all_dims in (False, True) if pictures else (True, False):
         try:
             with as_operators():
-                program = torch.export.export(
-                    model, args, kwargs, dynamic_shapes=_free(args, kwargs, all_dims=all_dims)
-                )
+                shapes = _free(args, kwargs, all_dims=all_dims)
+                program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
                 module = program.run_decompositions(decompositions()).module()
             assert isinstance(module, fx.GraphModule)
-            to_built_in(module.graph)
-            module.recompile()
+            _tidy(module)
         except Exception as problem:
             error = error or problem
             continue
@@ -154,7 +142,7 @@ def _at_other_sizes(model: nn.Module, module: nn.Module, args: tuple[Any, ...], 
         except Exception:  # the model takes no such size, for whatever reason
             continue
         try:
-            got = pytree.tree_leaves(_without_checks(module)(*inputs[0], **inputs[1]))
+            got = pytree.tree_leaves(module(*inputs[0], **inputs[1]))
             same = [
                 a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-3)
                 for a, b in zip(want, got, strict=True)
@@ -168,24 +156,12 @@ def _at_other_sizes(model: nn.Module, module: nn.Module, args: tuple[Any, ...], 
 def _resized(x: Tensor, factors: tuple[float, float]) -> Tensor:
     """Return a picture of another size, the last two dimensions by other factors."""
     sizes = [max(1, int(size * f)) for size, f in zip(x.shape[-2:], factors, strict=True)]
-    return x.new_zeros(*x.shape[:-2], *sizes).normal_() if x.is_floating_point() else x.new_zeros(*x.shape[:-2], *sizes)
+    new = x.new_zeros(*x.shape[:-2], *sizes)
+    return new.normal_() if x.is_floating_point() else new
 
 
-def _without_checks(module: nn.Module) -> nn.Module:
-    """Return an exported module that does not compare its inputs with the example's."""
-    module._forward_pre_hooks.clear()
-    module._forward_pre_hooks_with_kwargs.clear()
-    assert isinstance(module, fx.GraphModule)
-    for node in list(module.graph.nodes):
-        if node.op == "call_module" and node.target == "_guards_fn":
-            module.graph.erase_node(node)
-    module.recompile()
-    return module
-
-
-def _free_pictures(module: nn.Module) -> None:
+def _free_pictures(module: fx.GraphModule) -> None:
     """Note on each input of a captured network that its last dimensions are free."""
-    assert isinstance(module, fx.GraphModule)
     for node in module.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
             rank = node.meta["val"].dim()
@@ -215,8 +191,7 @@ def _free(args: tuple[Any, ...], kwargs: dict[str, Any], *, all_dims: bool) -> A
             return None
         return dict.fromkeys(range(x.dim() if all_dims else 1), torch.export.Dim.AUTO)
 
-    free = pytree.tree_map(shape, {**dict(enumerate(args)), **kwargs})
-    return (*(free[i] for i in range(len(args))),) if not kwargs else {**{k: free[k] for k in kwargs}}
+    return pytree.tree_map(shape, kwargs or args)
 
 
 def _fixed_batch(node: fx.Node) -> str | None:
@@ -231,8 +206,9 @@ def _fixed_batch(node: fx.Node) -> str | None:
     return None
 
 
-def _drop_bookkeeping(module: fx.GraphModule) -> None:
+def _tidy(module: fx.GraphModule) -> None:
     """Remove what has no effect in evaluation: guards, unused parameters, copies that dropout leaves behind."""
+    to_built_in(module.graph)
     for node in list(module.graph.nodes):
         if node.op == "call_module" and node.target == "_guards_fn":
             module.graph.erase_node(node)
@@ -245,3 +221,49 @@ def _drop_bookkeeping(module: fx.GraphModule) -> None:
     module.graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
     module.recompile()
+    # What comes in is checked by `Signature`, with messages that name the input.
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks_with_kwargs.clear()
+    for name in ("train", "eval"):
+        # An exported module refuses to change mode; ours has no operator that depends on it.
+        module.__dict__.pop(name, None)
+
+
+# Operators that hide products, written out: integer accelerators quantize the operands of every product
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return `softmax(scale · Q Kᵀ + mask) V`, as scaled_dot_product_attention does in evaluation mode.
+
+    Queries and keys each take the root of the scale, as in ONNX: then both have the range that a file has for them.
+    """
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = torch.matmul(query * root, key.transpose(-2, -1) * root)
+    if is_causal:
+        seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(seen.logical_not(), -math.inf)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return torch.matmul(torch.softmax(scores, -1), value)
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return what `ExportedProgram.run_decompositions` needs: operator to function."""
+    einsum = torch.export.default_decompositions()[torch.ops.aten.einsum.default]
+    return {torch.ops.aten.einsum.default: einsum, torch.ops.aten.scaled_dot_product_attention.default: attention}

@@ -103,6 +103,9 @@ class Live:
         splice(self.body, graph, built)
         _fuse(self.body)
         self._parts = executors(self.body)
+        for part in self._parts.values():
+            if isinstance(part, Weight):
+                part.stretches = True
         self._shells = _emptied(self.body, self._places)
         self.body.train()
         self.variants = [Variant(s, built.plan, {}, {}) for s in settings]
@@ -146,8 +149,8 @@ class Live:
             self._unranged |= bool(_unranged(variant.plan))
             variant.plan = self._with_observed(variant)
 
-    def set_width(self, bits: Bits, variant: int = 0, *, shrink: float = 1.0) -> None:
-        """Run at these widths from now on, with weight ranges cut to a part of themselves."""
+    def set_width(self, bits: Bits, variant: int = 0) -> None:
+        """Run at these widths from now on."""
         self.variant = self.variants[variant]
         plan = self.variant.plan
         widths = plan.widths(bits)
@@ -155,7 +158,7 @@ class Live:
         for name, module in self._parts.items():
             module.point = named[name]
             if isinstance(module, Weight):
-                module.bits, module.shrink = widths[name], shrink
+                module.bits = widths[name]
             elif isinstance(module, Activation):
                 width = widths[name]
                 grid = None if width == FLOAT else named[name].grid(width)

@@ -39,8 +39,9 @@ class Weight(nn.Module):
         self.point = point
         self.master = nn.Parameter(weight.detach().clone())
         self.bits = FLOAT
-        self.shrink = 1.0
-        """What is left of the range that a live grid covers: training tries grids that clip."""
+        self.stretches = False
+        """Whether gradients reach a live grid's own ends too, so that training can pull in a weight that is alone far
+        out."""
         self.value: Tensor | None = None
         """The rounded weight, while it does not follow the master live."""
 
@@ -65,14 +66,14 @@ class Weight(nn.Module):
 
     def grid(self) -> Grid:
         """Return the grid of the weight as it is now, on its device."""
-        master = wide(self.master.detach())
+        master = wide(self.master if self.stretches else self.master.detach())
         spec = self.point.spec(self.bits)
         if not self.point.clip:
             low, high = min_max(master, spec.axis)
         else:
-            ends = limits(master.cpu().numpy(), self.point, self.bits)
+            ends = limits(master.detach().cpu().numpy(), self.point, self.bits)
             low, high = (torch.from_numpy(np.asarray(end)).to(master.device) for end in ends)
-        return weight_grid(low * self.shrink, high * self.shrink, spec)
+        return weight_grid(low, high, spec)
 
 
 class Activation(nn.Module):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
+from anybit.artifact.reconstruct import feeds_of
+from anybit.artifact.widen import SEEN, remembered, widened
 from anybit.errors import CaptureError, SpecError
-from anybit.graph.from_torch import FRESH, read_torch, values_of
+from anybit.graph.from_torch import FRESH, attribute, read_torch, values_of
 from anybit.graph.view import Graph
 from anybit.plan.build import Built, Interval, Settings, build, check_ranges, joined, with_inputs
 from anybit.plan.observe import Calibration
@@ -37,7 +39,7 @@ def prepare(
     symmetric: bool | None = None,
     per_channel: bool | None = None,
     sigmas: float | None = None,
-    sensitive: Literal["same", "8-bit", "float"] | None = None,
+    sensitive: Literal["same", "8-bit", "measured", "float"] | None = None,
     helpers: str | Iterable[str] | None = None,
 ) -> QuantizedNetwork:
     """Return a copy of `model` that runs at any bit width; `model` itself stays as it is.
@@ -59,7 +61,9 @@ def prepare(
         sigmas: How many standard deviations around the mean a range from batch norm covers: 6 in the paper; by default
             for each width as many as give the smallest expected error.
         sensitive: How the first and last layers, depthwise ones and those of squeeze-and-excite are treated: at 8 bits
-            or more ("8-bit", the default), like the rest ("same", the paper), or never quantized ("float").
+            or more ("8-bit", the default), like the rest ("same", the paper), or never quantized ("float"). "measured"
+            is "8-bit" and, with calibration, more bits for the points that cost the outputs most: 16 at W8A8, 8 for
+            weights of 4, for at most a tenth of the multiplications.
         helpers: What to do for accuracy without data, one or several of: "equalize" (move scale from channel to
             channel between layers; the function stays the same), "bias" (take back the shift that rounding causes in
             each layer's mean), "sums" (round so that the errors of each kernel and channel add up to nearly zero),
@@ -83,10 +87,15 @@ def prepare(
     network.folded = {layer.inputs[1]: norm.path for norm, layer in graph.removed}
     _check_same(model, network, example_input)
     plan = with_inputs(built.plan, input_range)
+    some: list[Any] = []
     if calibration is not None:
-        plan = _calibrated(network, Calibration(plan, settings.method), calibration)
+        shown = remembered(calibration, some) if settings.sensitive == "measured" else calibration
+        plan = _calibrated(network, Calibration(plan, settings.method), shown)
     check_ranges(plan, advice="pass calibration=loader, a few hundred inputs will do")
     network.plan = joined(plan, built.joined)
+    if some and settings.sensitive == "measured":
+        master = network.as_master()
+        network.plan = widened(master, built.joined, list(islice(feeds_of(master, some, 1), SEEN)))
     return network
 
 
@@ -123,7 +132,7 @@ def apply_changes(body: fx.GraphModule, graph: Graph) -> None:
         if bias in graph.changed and bias is not None:
             with body.graph.inserting_before(node.origin):
                 inner = body.graph.get_attr(bias)
-            inner.meta["val"] = getattr(body.get_submodule(bias.rpartition(".")[0]), bias.rpartition(".")[2])
+            inner.meta["val"] = attribute(body, bias)
             node.origin.args = (*node.origin.args[:2], inner, *node.origin.args[3:])
     body.graph.eliminate_dead_code()
 
@@ -138,7 +147,7 @@ def splice(body: fx.GraphModule, graph: Graph, built: Built) -> None:
     for index, point in enumerate(built.plan.points):
         place = built.places[point.name]
         if point.kind == "weight":
-            tensor = _attribute(body, place)
+            tensor = _finite(body, place)
             parts[point.name] = Weight(point, tensor)  # type: ignore[arg-type]
             for node in holders[place]:
                 _replace(body, node, f"weight_{index}", parts[point.name], (), list(node.users))
@@ -149,7 +158,7 @@ def splice(body: fx.GraphModule, graph: Graph, built: Built) -> None:
     shared: dict[int, nn.Parameter] = {}
     for index, bias in enumerate(built.plan.biases):
         layer = built.layers[bias.name].origin
-        tensor = _attribute(body, built.places[bias.name])
+        tensor = _finite(body, built.places[bias.name])
         own = shared.setdefault(id(tensor), nn.Parameter(tensor.detach().clone(), tensor.requires_grad))
         module = Bias(bias, own, parts[bias.weight], parts.get(bias.input))
         _replace(body, layer.args[2], f"bias_{index}", module, (), [layer])
@@ -177,10 +186,8 @@ def _replace(
         user.replace_input_with(node, inner)
 
 
-def _attribute(body: fx.GraphModule, target: str) -> Tensor:
-    owner, _, name = target.rpartition(".")
-    value = getattr(body.get_submodule(owner), name)
-    assert isinstance(value, Tensor)
+def _finite(body: fx.GraphModule, target: str) -> Tensor:
+    value = attribute(body, target)
     if not bool(torch.isfinite(value).all()):
         raise SpecError(f"{target} has infinite or NaN entries; a network with such weights cannot be quantized")
     return value
@@ -206,29 +213,23 @@ def _calibrated(network: QuantizedNetwork, watch: Calibration, loader: Iterable[
 
     The loader yields inputs, or pairs of inputs and targets; inputs are a tensor, a tuple of them, or a dict by name.
     """
+    from anybit.common.bars import progress_bars
+
     watched = [m for n, m in executors(network.body).items() if n in watch.observers]
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     for module in watched:
         module.calibration = watch
     try:
-        for batch in _shown(loader):
-            args, kwargs = call_arguments(batch[0] if isinstance(batch, tuple | list) else batch)
-            network(*moved_to(device, args), **moved_to(device, kwargs))
+        with progress_bars() as start:
+            advance = start("calibrating", len(loader) if isinstance(loader, Sized) else 0)
+            for batch in loader:
+                args, kwargs = call_arguments(batch[0] if isinstance(batch, tuple | list) else batch)
+                network(*moved_to(device, args), **moved_to(device, kwargs))
+                advance(1)
     finally:
         for module in watched:
             module.calibration = None
     return watch.done()
-
-
-def _shown(loader: Iterable[Any]) -> Iterable[Any]:
-    """Return the loader with a progress bar around it, where somebody can see it."""
-    if not sys.stderr.isatty():
-        return loader
-    from rich.console import Console
-    from rich.progress import track
-
-    total = len(loader) if isinstance(loader, Sized) else None
-    return track(loader, "calibrating", total=total, console=Console(stderr=True), transient=True)
 
 
 @torch.no_grad()

@@ -67,16 +67,17 @@ def as_operators() -> Iterator[None]:
 
 def to_built_in(graph: fx.Graph) -> None:
     """Put PyTorch's cells in place of our operators, which cannot run."""
-    swap = {OPERATORS[name]: target for name, target in _BUILT_IN.items()}
-    for node in graph.nodes:
-        node.target = swap.get(node.target, node.target)
+    _swap(graph, {OPERATORS[name]: target for name, target in _BUILT_IN.items()})
 
 
 def to_operators(graph: fx.Graph) -> None:
     """Put our operators in place of PyTorch's cells, for whoever must not see through them."""
-    swap = {target: OPERATORS[name] for name, target in _BUILT_IN.items()}
+    _swap(graph, {target: OPERATORS[name] for name, target in _BUILT_IN.items()})
+
+
+def _swap(graph: fx.Graph, targets: dict[Any, Any]) -> None:
     for node in graph.nodes:
-        node.target = swap.get(node.target, node.target)
+        node.target = targets.get(node.target, node.target)
 
 
 # In ONNX

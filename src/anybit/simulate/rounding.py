@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.plan.grid import Grid, dequantize, min_max, quantize, weight_grid
-from anybit.spec import FLOAT, QuantSpec
+from anybit.plan.grid import Grid, dequantize, quantize
 
 
 def straight_through(x: Tensor, value: Tensor) -> Tensor:
@@ -77,13 +76,8 @@ class _RoundThrough(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, grid: Grid, ends: tuple[float, float], centred: bool) -> Tensor:
         ctx.save_for_backward(x)
         ctx.ends = ends
-        return (
-            snap_(x, grid, centred=centred, out=torch.empty_like(x))
-            if gapless(x)
-            else snap_(
-                x.contiguous(), grid, centred=centred, out=torch.empty_like(x, memory_format=torch.contiguous_format)
-            )
-        )
+        x = x if gapless(x) else x.contiguous()
+        return snap_(x, grid, centred=centred, out=torch.empty_like(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -124,14 +118,3 @@ def gapless(x: Tensor) -> bool:
     (True, True, False)
     """
     return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-
-
-def quantize_tensor(x: Tensor, spec: QuantSpec) -> Tensor:
-    """Return `x` on the grid that its own smallest and largest entries span.
-
-    >>> quantize_tensor(torch.tensor([-3.0, 1.4, 3.0]), QuantSpec(bits=2))
-    tensor([-3.,  0.,  3.])
-    """
-    if spec.bits == FLOAT:
-        return x
-    return fake_quantize(x, weight_grid(*min_max(x.detach(), spec.axis), spec))

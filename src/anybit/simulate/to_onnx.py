@@ -6,31 +6,31 @@ the tensor it stands on; afterwards the marks are taken out and what they stood 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import torch
-from onnx import NodeProto, helper
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
-from anybit.artifact.check import OPSET
 from anybit.artifact.header import Header
+from anybit.artifact.layers import apart
 from anybit.artifact.master import Master, write_master
 from anybit.artifact.model import LARGE, OnnxModel, location
 from anybit.common.provenance import origin
 from anybit.errors import MissingDependency, NetworkError, SpecError
+from anybit.graph.from_onnx import OPSET
+from anybit.simulate.capture import quietly
 from anybit.simulate.modules import Activation, Bias, Weight
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.recurrent import to_operators, translations
 from anybit.simulate.signature import free_dims, output_names
+
+if TYPE_CHECKING:
+    from onnx_ir import Graph, Value
 
 BATCH = "batch"
 """What the free dimension is called in the file."""
@@ -69,22 +69,20 @@ def save(net: QuantizedNetwork, path: str | Path, *, store: str = "fp32", about:
 
 def as_master(net: QuantizedNetwork) -> Master:
     """Return the network as a master that is nowhere on disk."""
-    model = translate(net)
-    held = {tensor.name: tensor for tensor in model.graph.initializer}
-    places = {weight.place: weight.name for weight in net.plan.weights}
-    weights = {name: model.array(held[place]).astype("float32") for place, name in places.items()}
-    model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name not in places])
-    return Master(Path("the network"), Header(net.plan), model, weights)
+    return apart(translate(net), net.plan, Path("the network"))
 
 
 def translate(net: QuantizedNetwork) -> OnnxModel:
     """Return the network in float32 as an ONNX model, in which every point and bias of the plan has its name."""
     holders = [node for node in net.body.graph.nodes if node.op == "placeholder"]
     body, marked = _marked(net.body)
-    model = _translate(body, holders)
-    _name_outputs(model.proto, output_names(net.body, len(model.graph.output)))
+    program = _translate(body, holders)
+    graph = program.model.graph
+    _name_outputs(graph, output_names(net.body, len(graph.outputs)))
+    _take_marks(graph, marked)
+    model = _model(program)
     _tidy(model.proto)
-    _take_marks(model.proto, marked)
+    _free_inputs(model.proto, holders)
     if any("anybit_free" in node.meta for node in holders):
         _free_outputs(model.proto)
     return model
@@ -109,26 +107,23 @@ def _marked(body: fx.GraphModule) -> tuple[fx.GraphModule, list[str]]:
     graph.eliminate_dead_code()
     to_operators(graph)
     copied = fx.GraphModule(body, graph)
-    floats = {p.dtype for p in copied.parameters()} | {b.dtype for b in copied.buffers()}
-    if floats & {torch.float64, torch.float16, torch.bfloat16} or _device(copied).type != "cpu":
+    held = [*copied.parameters(), *copied.buffers()]
+    others = {torch.float64, torch.float16, torch.bfloat16}
+    if any(t.dtype in others or t.device.type != "cpu" for t in held):
         copied = copy.deepcopy(copied).float().cpu()
         _retype(copied.graph)
         copied.recompile()
     return copied, marked
 
 
-def _device(module: fx.GraphModule) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
 def _retype(graph: fx.Graph) -> None:
     """Let constants that the network makes itself be of float32 and on the CPU, as the master is."""
     for node in graph.nodes:
-        given = {k: v for k, v in node.kwargs.items() if isinstance(v, torch.dtype) and v.is_floating_point}
-        places = {k: v for k, v in node.kwargs.items() if isinstance(v, torch.device)}
-        node.kwargs = {
-            **node.kwargs, **dict.fromkeys(given, torch.float32), **dict.fromkeys(places, torch.device("cpu"))
-        }  # fmt: skip
+        for key, value in node.kwargs.items():
+            if isinstance(value, torch.device):
+                node.update_kwarg(key, torch.device("cpu"))
+            elif isinstance(value, torch.dtype) and value.is_floating_point:
+                node.update_kwarg(key, torch.float32)
 
 
 def _example(node: fx.Node) -> Tensor:
@@ -139,16 +134,13 @@ def _example(node: fx.Node) -> Tensor:
     return torch.zeros(sizes, dtype=kind)
 
 
-def _translate(body: fx.GraphModule, holders: list[fx.Node]) -> OnnxModel:
-    """Translate with the sizes free that the captured network leaves free.
-
-    Sizes that were captured as numbers, and found to work at others, are only called free in the file.
-    """
+def _translate(body: fx.GraphModule, holders: list[fx.Node]) -> torch.onnx.ONNXProgram:
+    """Translate with the sizes free that the captured network leaves free."""
     example = tuple(_example(node) for node in holders)
     symbolic = [{d for d, n in enumerate(node.meta["val"].shape) if not is_concrete_int(n)} for node in holders]
     free = tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) or None for dims in symbolic)
     table: dict[Any, Callable[..., Any]] = {torch.ops.anybit.mark.default: _mark_in_onnx(), **translations()}
-    with torch.no_grad(), _quietly():
+    with torch.no_grad(), quietly("torch.onnx"):
         try:
             program = torch.onnx.export(
                 torch.export.export(body, example, dynamic_shapes=free),
@@ -162,12 +154,7 @@ def _translate(body: fx.GraphModule, holders: list[fx.Node]) -> OnnxModel:
             text = str(error.__cause__ or error).strip()
             raise NetworkError("this network cannot be written as ONNX", [text.splitlines()[0][:300]]) from error
     assert program is not None
-    model = _model(program)
-    for value, node in zip(model.graph.input, holders, strict=True):
-        for d, dim in enumerate(value.type.tensor_type.shape.dim):
-            if d in free_dims(node) and not dim.dim_param:
-                dim.dim_param = f"{node.name}_{d}"
-    return model
+    return program
 
 
 def _model(program: torch.onnx.ONNXProgram) -> OnnxModel:
@@ -208,52 +195,69 @@ def _mark_in_onnx() -> Callable[..., Any]:
     return lambda x, index: operator(x, index=index)
 
 
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep what the translator says about itself from the user's terminal; what matters is raised."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 # From the translator
 
 
-def _name_outputs(model: onnx.ModelProto, names: list[str]) -> None:
+def _name_outputs(graph: Graph, names: list[str]) -> None:
     """Give the outputs their names; whatever had one of them before gets another."""
-    old = [value.name for value in model.graph.output]
-    swap = {name: f"{name}__inner" for name in names} | dict(zip(old, names, strict=True))
-    inputs = {value.name for value in model.graph.input}
-    for name in inputs.intersection(swap):
-        if name not in old:
-            raise NetworkError(f"an input and an output are both called {name!r}; rename one of them")
-    _rename(model, swap)
-    for value, name in zip(model.graph.output, names, strict=True):
+    for value in graph.inputs:
+        if value.name in names and not value.is_graph_output():
+            raise NetworkError(f"an input and an output are both called {value.name!r}; rename one of them")
+    for value in _made(graph):
+        if value.name in names:
+            value.name = f"{value.name}__inner"
+    for value, name in zip(graph.outputs, names, strict=True):
         value.name = name
 
 
-def _rename(model: onnx.ModelProto, swap: dict[str, str]) -> None:
-    for node in model.graph.node:
-        for names in (node.input, node.output):
-            names[:] = [swap.get(name, name) for name in names]
-    for tensor in model.graph.initializer:
-        tensor.name = swap.get(tensor.name, tensor.name)
+def _made(graph: Graph) -> list[Value]:
+    """Return all values that nodes make or the graph holds."""
+    return [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+
+
+def _take_marks(graph: Graph, marked: list[str]) -> None:
+    """Take the marks out and give the value that each stood on, and only it, the name of its point."""
+    import onnx_ir as ir
+
+    points: dict[str, Value] = {}
+    for node in [node for node in graph if node.domain == _DOMAIN]:
+        source, (result,), index = node.inputs[0], node.outputs, node.attributes["index"].as_int()
+        assert source is not None
+        ends = source.is_graph_input() or source.is_graph_output() or result.is_graph_output()
+        own = source
+        if ends or len(source.uses()) > 1 or source in points.values():
+            own = ir.Value(name=f"{source.name}.{index}", type=source.type, shape=source.shape)
+            if source.const_value is not None:  # the translator has merged equal ones
+                own.const_value = ir.tensor(source.const_value.numpy(), name=own.name)
+                graph.register_initializer(own)
+            else:
+                graph.insert_before(node, ir.Node("", "Identity", [source], outputs=[own]))
+        for user, place in tuple(result.uses()):
+            user.replace_input_with(place, own)
+        if result.is_graph_output():  # it keeps its name, behind the point
+            node.replace_input_with(0, own)
+            node.domain, node.op_type = "", "Identity"
+            node.attributes.clear()
+        else:
+            graph.remove(node, safe=True)
+        points[marked[index]] = own
+    for value in (*graph.inputs, *graph.outputs):
+        if value.name in points:
+            raise NetworkError(
+                f"a point and an input or output are both called {value.name!r}; rename the module or the input"
+            )
+    for value in _made(graph):
+        if value.name in points:
+            value.name = f"{value.name}__other"
+    for name, value in points.items():
+        value.name = name
 
 
 def _tidy(model: onnx.ModelProto) -> None:
     """Drop what describes the machine the file was made on, and call the free dimension what it is."""
-    for node in model.graph.node:
-        node.ClearField("metadata_props")
-        node.ClearField("doc_string")
-    for tensor in model.graph.initializer:
-        tensor.ClearField("metadata_props")
-        tensor.ClearField("doc_string")
+    for part in (*model.graph.node, *model.graph.initializer):
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
     for field in ("metadata_props", "doc_string", "value_info"):
         model.graph.ClearField(field)
     for value in [*model.graph.input, *model.graph.output]:
@@ -270,6 +274,14 @@ def _tidy(model: onnx.ModelProto) -> None:
     model.opset_import.extend(kept)
 
 
+def _free_inputs(proto: onnx.ModelProto, holders: list[fx.Node]) -> None:
+    """Call those sizes of the inputs free that were captured as numbers, and found to work at others."""
+    for value, node in zip(proto.graph.input, holders, strict=True):
+        for d, dim in enumerate(value.type.tensor_type.shape.dim):
+            if d in free_dims(node) and not dim.dim_param:
+                dim.dim_param = f"{node.name}_{d}"
+
+
 def _free_outputs(proto: onnx.ModelProto) -> None:
     """Leave those sizes of the outputs open that follow the sizes of the pictures."""
     for value in proto.graph.output:
@@ -279,65 +291,3 @@ def _free_outputs(proto: onnx.ModelProto) -> None:
     found = {value.name: value for value in onnx.shape_inference.infer_shapes(proto).graph.output}
     for value in proto.graph.output:
         value.CopyFrom(found[value.name])
-
-
-def _take_marks(proto: onnx.ModelProto, marked: list[str]) -> None:
-    """Take the marks out and give the tensor that each stood on the name of its point."""
-    graph = proto.graph
-    held = {tensor.name: tensor for tensor in graph.initializer}
-    fixed = {value.name for value in [*graph.input, *graph.output]}
-    uses = Counter(name for node in graph.node for name in node.input) + Counter(v.name for v in graph.output)
-    swap: dict[str, str] = {}
-    nodes: list[NodeProto] = []
-    names: dict[str, str] = {}
-    for node in graph.node:
-        if node.domain != _DOMAIN:
-            nodes.append(node)
-            continue
-        (source,), (result,), index = node.input, node.output, node.attribute[0].i
-        source = swap.get(source, source)
-        if source in held:
-            place = _own_tensor(graph, held[source], index, uses[source])
-        elif source in fixed or source in names or result in fixed or uses[source] > 1:
-            # The point needs a value of its own: one that a node makes and only the point's users see.
-            place = result if result in fixed else f"{source}.{index}"
-            nodes.append(helper.make_node("Identity", [source], [place]))
-        else:
-            place = source
-        swap[result] = names[place] = place
-        names[place] = marked[index]
-    del graph.node[:]
-    graph.node.extend(nodes)
-    _rename(proto, swap)
-    _claim(proto, names, fixed)
-
-
-def _claim(proto: onnx.ModelProto, names: dict[str, str], fixed: set[str]) -> None:
-    """Rename tensors as the plan calls them; whatever had one of those names before gets another.
-
-    An output of the network keeps its name: the point on it gets a node of its own in front.
-    """
-    graph = proto.graph
-    for place in [place for place in names if place in fixed]:
-        inner = f"{place}__point"
-        _rename(proto, {place: inner})
-        graph.node.append(helper.make_node("Identity", [inner], [place]))
-        names[inner] = names.pop(place)
-    wanted = set(names.values())
-    if clash := wanted & fixed:
-        for name in sorted(clash):
-            raise NetworkError(
-                f"a point and an input or output are both called {name!r}; rename the module or the input"
-            )
-    taken = {tensor.name for tensor in graph.initializer} | {o for node in graph.node for o in node.output}
-    _rename(proto, {name: f"{name}__other" for name in taken & wanted if name not in names} | names)
-
-
-def _own_tensor(graph: onnx.GraphProto, tensor: onnx.TensorProto, index: int, uses: int) -> str:
-    """Return the name of an initializer that only this mark stands on: a copy, where equal ones were merged."""
-    if uses == 1:
-        return tensor.name
-    own = graph.initializer.add()
-    own.CopyFrom(tensor)
-    own.name = f"{tensor.name}.{index}"
-    return str(own.name)

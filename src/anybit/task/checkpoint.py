@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from anybit.common.files import replacing
-from anybit.common.text import printable
+from anybit.common.text import first_line, printable
+from anybit.data.base import bytes_of
 from anybit.errors import CheckpointError, MissingDependency, SpecError
 from anybit.models import build_model
 
@@ -29,15 +30,6 @@ TYPES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """What safetensors calls the types of numbers that a network has."""
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise MissingDependency("safetensors", "torch", "a checkpoint") from error
-    return safetensors
 
 
 def digest_of(tensors: Mapping[str, Tensor], about: str = "") -> str:
@@ -53,7 +45,7 @@ def digest_of(tensors: Mapping[str, Tensor], about: str = "") -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        total.update(_bytes(tensor))
+        total.update(bytes_of(tensor))
     return total.hexdigest()
 
 
@@ -78,11 +70,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: dict[s
     with replacing(path) as beside, beside.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         for name in ordered:
-            file.write(_bytes(tensors[name]))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            file.write(bytes_of(tensors[name]))
 
 
 def read_tensors(
@@ -92,17 +80,19 @@ def read_tensors(
 
     With `foreign` it may be a file of another program, whose header says nothing that counts here.
     """
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise MissingDependency("safetensors", "torch", "a checkpoint") from error
     path = Path(path)
     _check_file(path, what)
     try:
-        with _safetensors().safe_open(str(path), framework="pt") as file:
+        with safe_open(str(path), framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except MissingDependency:
-        raise
     except Exception as error:
         raise CheckpointError(
-            f"{path}: not a whole safetensors file ({_short(error)}); train again or copy it again"
+            f"{path}: not a whole safetensors file ({first_line(error)}); train again or copy it again"
         ) from error
     if foreign and header.get("format") != kind and "about" not in header:
         return tensors, {}
@@ -117,7 +107,7 @@ def _about(path: Path, header: dict[str, str], tensors: dict[str, Tensor]) -> di
     try:
         about = json.loads(header["about"])
     except (KeyError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the header cannot be read ({_short(error)}); save it again") from error
+        raise CheckpointError(f"{path}: the header cannot be read ({first_line(error)}); save it again") from error
     if not isinstance(about, dict):
         raise CheckpointError(f"{path}: the header cannot be read (no table in it); save it again")
     if unknown := sorted(header.keys() - KEYS):
@@ -133,11 +123,6 @@ def _check_file(path: Path, what: str) -> None:
         raise CheckpointError(f"{path}: is a folder; {what} is expected here")
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; {what} is expected here")
-
-
-def _short(error: BaseException) -> str:
-    """Return the first line of an error that may quote a file at length."""
-    return printable((str(error) or type(error).__name__).partition("\n")[0], 200)
 
 
 def save_checkpoint(path: str | Path, model: nn.Module, about: dict[str, Any]) -> None:
@@ -162,7 +147,7 @@ def read_pickled(path: str | Path) -> dict[str, Tensor]:
             packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
             broken = None if packed else archive.testzip()
     except Exception as error:
-        raise CheckpointError(f"{path}: not a whole file of torch.save ({_short(error)}); {advice}") from error
+        raise CheckpointError(f"{path}: not a whole file of torch.save ({first_line(error)}); {advice}") from error
     if packed or broken is not None:
         what = "is compressed" if packed else f"is damaged at {printable(broken or '', 60)}"
         raise CheckpointError(f"{path}: {what}; {advice}")
@@ -170,7 +155,7 @@ def read_pickled(path: str | Path) -> dict[str, Tensor]:
         # Mapped into memory, so that no tensor can claim more bytes than the file has.
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise CheckpointError(f"{path}: more than tensors in it, or damaged ({_short(error)}); {advice}") from error
+        raise CheckpointError(f"{path}: more than tensors in it, or damaged ({first_line(error)}); {advice}") from error
     for key in NESTED:
         if isinstance(values, dict) and isinstance(values.get(key), dict):
             values = values[key]
@@ -282,7 +267,7 @@ def model_of(
         with torch.device("meta"):  # shapes without memory: the header may ask for any size
             outline = build_model(**shape)
     except Exception as error:
-        reason = f"{type(error).__name__}: {_short(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(
             f"{path}: the header does not say which model it is for ({reason}); train it again"
         ) from error
@@ -302,26 +287,13 @@ def check_fit(
     """Refuse tensors whose names, shapes or types are not those of `own`, or that are not finite."""
     problems = [f"lacks {name}" for name in own if name not in tensors]
     problems += [f"has {printable(name, 80)}, which the model lacks" for name in tensors if name not in own]
-    problems += [
-        f"{name} is {tuple(tensors[name].shape)}, the model has {tuple(own[name].shape)}"
-        for name in own
-        if name in tensors and tensors[name].shape != own[name].shape
-    ]
-    same = [name for name in own if name in tensors and tensors[name].shape == own[name].shape]
-    problems += [
-        f"{name} is {tensors[name].dtype}, the model has {own[name].dtype}"
-        for name in same
-        if tensors[name].dtype != own[name].dtype
-    ]
-    problems += [
-        f"{name} has infinite or NaN entries"
-        for name in same
-        if tensors[name].dtype == own[name].dtype and _broken(tensors[name])
-    ]
+    for name, value, wanted in ((name, tensors[name], own[name]) for name in own if name in tensors):
+        if value.shape != wanted.shape:
+            problems.append(f"{name} is {tuple(value.shape)}, the model has {tuple(wanted.shape)}")
+        elif value.dtype != wanted.dtype:
+            problems.append(f"{name} is {value.dtype}, the model has {wanted.dtype}")
+        elif value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            problems.append(f"{name} has infinite or NaN entries")
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise CheckpointError(f"{path}: {'; '.join(problem[:200] for problem in problems[:3])}{more}; {advice}")
-
-
-def _broken(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from anybit.artifact.feeding import Preprocessing
 from anybit.common.named import by_name, is_code
-from anybit.common.text import quoted
+from anybit.common.text import did_you_mean, first_line, quoted
 from anybit.errors import AnybitError, SpecError
 from anybit.models import MODELS, build_model
 from anybit.task.checkpoint import named_like
@@ -62,8 +61,7 @@ def make_network(
             count = found
             model = _named(word, count, pretrained=False)
         return model, {"factory": word} | ({} if count is None else {"classes": count})
-    close = get_close_matches(word[:80], MODELS, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(word, MODELS)
     raise SpecError(f"no model {quoted(word)}: use {', '.join(MODELS)}, or {WORDS}{hint}")
 
 
@@ -128,9 +126,8 @@ def _named(word: str, classes: int | None, *, pretrained: bool) -> nn.Module:
     except AnybitError:
         raise
     except Exception as error:  # an unknown name, or no way to the weights: every package has its own exceptions
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise SpecError(
-            f"{word}: {PACKAGES[package]} cannot make it ({reason}); give weights, or another name"
+            f"{word}: {PACKAGES[package]} cannot make it ({first_line(error)}); give weights, or another name"
         ) from error
     assert isinstance(model, nn.Module)
     return model.eval()

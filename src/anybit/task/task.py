@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from anybit.artifact.feeding import Preprocessing
 from anybit.common.named import by_name, is_code
+from anybit.common.text import first_line
 from anybit.data import Batches, Dataset, Given, load_dataset
 from anybit.errors import CheckpointError, DataError, RangeError, SpecError
 from anybit.evaluate.batches import Takes
@@ -112,15 +113,14 @@ def in_order(part: Any, batch: int = BATCH) -> Iterable[Any]:
 def example_of(model: nn.Module, data: Dataset, device: torch.device | None = None) -> Any:
     """Return what a model is called with: two examples of a data set."""
     inputs = Takes.of(model).split(data.example).inputs
-    return pytree.tree_map_only(Tensor, lambda t: (t[:2] if t.dim() else t).to(device), inputs)
+    return pytree.tree_map_only(Tensor, lambda t: _first(2, t).to(device), inputs)
 
 
 def prepared(
     model: nn.Module, data: Dataset, *, calibration: Iterable[Any] | None = None, **settings: Any
 ) -> QuantizedNetwork:
     """Return a model with its width switch, for inputs like those of a data set."""
-    example = Takes.of(model).split(data.example).inputs
-    example = pytree.tree_map_only(Tensor, functools.partial(_first, 2), example)
+    example = example_of(model, data)
     return prepare(model, example, input_range=data.input_range, calibration=calibration, **settings)
 
 
@@ -133,7 +133,7 @@ def pick_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:120]
+        reason = first_line(error, 120)
         raise SpecError(f"no device {name[:40]!r} here ({reason}); use cpu, or cuda where there is a card") from error
     return device
 
@@ -238,6 +238,6 @@ def without_paths(value: Any) -> Any:
         return {key: without_paths(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [without_paths(inner) for inner in value]
-    if isinstance(value, str) and value.split("/")[0] not in ("timm", "torchvision", "huggingface"):
+    if isinstance(value, str) and not in_package(value):
         return value.replace("\\", "/").rstrip("/").rpartition("/")[2] or value
     return value

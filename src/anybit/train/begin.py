@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybit.common.text import first_line
 from anybit.data import Dataset, Split
 from anybit.errors import SpecError
 from anybit.evaluate.batches import Takes
@@ -104,8 +105,8 @@ def _check_fit(model: nn.Module, recipe: Recipe, data: Dataset) -> None:
         with evaluating(model):
             model(*batch.args, **batch.kwargs)
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise SpecError(f"{recipe.model.word} cannot take inputs of shape {data.shape}: {reason}") from error
+        word = recipe.model.word
+        raise SpecError(f"{word} cannot take inputs of shape {data.shape}: {first_line(error)}") from error
     single = recipe.data.batch == 1 and isinstance(data.train, Split)
     if single and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
         raise SpecError("data.batch = 1 gives batches of one example: batch norm needs two; change it")

@@ -18,12 +18,10 @@ from torch.utils import _pytree as pytree
 from anybit.data import Batches, Dataset, Given
 from anybit.errors import NonFiniteError, SpecError
 from anybit.evaluate.batches import Batch, Takes
-from anybit.evaluate.sweep import measure, sweep
+from anybit.evaluate.sweep import evaluate, sweep
 from anybit.objectives.base import Penalty
 from anybit.objectives.gradient import GradientPenalty
 from anybit.objectives.schedule import last_epochs
-from anybit.simulate.capture import evaluating
-from anybit.spec import Bits
 from anybit.task.checkpoint import digest_of, load_weights, save_checkpoint
 from anybit.task.task import example_of, in_order, pick_metric, prepared
 from anybit.train.begin import make_optimizer, make_penalty, start
@@ -243,24 +241,29 @@ def train(
             keeper = Keeper(run, here, place=place, every=save_every, saved=saved, stop=stop, say=tell)
             log: Log | None = run.log if place.leads else None
             if board and log is not None:
-                first = 0 if saved is None else saved.steps
-                log = stack.enter_context(on_board(run.path / "tensorboard", log, start=first))
+                log = stack.enter_context(on_board(run.path / "tensorboard", log, start=saved.steps if saved else 0))
             times = fit(model, recipe, data, log=log, progress=progress, place=place, keeper=keeper)
             place.same_buffers(model)
         results = validate(model, recipe, data, place=place)
         model.cpu()
-        skipped = place.gathered(data.skipped)
-        if skipped:
+        if skipped := place.gathered(data.skipped):
             tell(f"{len(skipped)} of the data's files could not be read; {run.summary} has their names")
         if place.leads:
-            about = {"model": shape, "data": recipe.data.name, "seed": recipe.seed, "recipe": recipe.to_dict()}
-            if data.preprocessing is not None:
-                about["input"] = data.preprocessing.to_about()["input"]
-            save_checkpoint(run.checkpoint, model, {**about, **results})
+            _write_checkpoint(run, model, shape, data, results)
             seconds = {kind: [getattr(epoch, kind) for epoch in times] for kind in EpochTime._fields}
             more = {"resumed_at": keeper.resumed, "skipped_files": skipped}
             run.finish(results, epoch_seconds=seconds, **{key: list(found) for key, found in more.items() if found})
     return model, results
+
+
+def _write_checkpoint(
+    run: RunFolder, model: nn.Module, shape: dict[str, Any], data: Dataset, results: dict[str, Any]
+) -> None:
+    recipe = run.recipe
+    about = {"model": shape, "data": recipe.data.name, "seed": recipe.seed, "recipe": recipe.to_dict()}
+    if data.preprocessing is not None:
+        about["input"] = data.preprocessing.to_about()["input"]
+    save_checkpoint(run.checkpoint, model, {**about, **results})
 
 
 def _resumed(path: Path, here: Callable[[], dict[str, Any]], place: Place, say: Say) -> Saved | None:
@@ -281,13 +284,7 @@ def validate(model: nn.Module, recipe: Recipe, data: Dataset, *, place: Place | 
         return {"validation_accuracy": None}
     device, metric = (place or Place()).device, pick_metric(recipe.metric)
     batches = in_order(data.validation, 256)
-    model.to(device)
-
-    def run(bits: Bits) -> Callable[[Batch], Any]:
-        return lambda batch: model(*batch.args, **batch.kwargs)
-
-    with evaluating(model), torch.no_grad():
-        (row,) = measure(run, batches, Takes.of(model), widths=["FP"], metric=metric, place=device)
+    row = evaluate(model.to(device), batches, metric=metric)
     if not math.isfinite(row.accuracy if row.loss is None else row.loss):
         raise NonFiniteError(f"after training the validation loss is {row.loss}; lower the learning rate")
     results: dict[str, Any] = {"validation_accuracy": row.accuracy, "validation_loss": row.loss}

@@ -1,0 +1,110 @@
+"""More bits for what costs the outputs most: which points get them, and that they stay below a tenth of the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stranger_builder import Net
+from torch import nn
+
+import anybit
+from anybit.artifact.coverage import Coverage
+from anybit.artifact.master import open_master
+from anybit.plan.points import Plan
+from anybit.plan.widen import MEASURED, SHARE, Unit, costs_most, worth_it
+
+
+def bottleneck(folder: Path) -> tuple[Path, list[dict[str, np.ndarray]]]:
+    """Write a network whose last product, 6 of 8000 multiplications, sees values of very different size."""
+    net = Net(3)
+    feeds = [{"x": np.random.default_rng(i).normal(size=(4, 16)).astype(np.float32)} for i in range(4)]
+    x = net.input("x", feeds[0]["x"])
+    for ins in (16, 64, 64):
+        x = net.node("Relu", net.node("MatMul", x, net.hold(net.draw(64, ins).T.copy())))
+    few = net.node("Exp", net.node("MatMul", x, net.hold(net.draw(2, 64).T.copy() * 4)))
+    y = net.node("MatMul", few, net.hold(np.array([[1.0, 0.5, 0.1], [0.2, 1.0, 0.3]], np.float32)))
+    net.output(net.node("Log", net.node("Abs", y)))
+    path = folder / "plain.onnx"
+    onnx.save(net.model(), path)
+    return path, feeds
+
+
+def measured(plan: Plan) -> list[str]:
+    return [point.name for point in plan.points if point.because == MEASURED]
+
+
+def error(path: Path, feeds: list[dict[str, np.ndarray]], **bits: int) -> float:
+    session = anybit.load(path)
+    exact = [session.run(feed) for feed in feeds]
+    session.set_bits(**bits)
+    return float(np.mean([np.square(session.run(feed) - want).mean() for feed, want in zip(feeds, exact, strict=True)]))
+
+
+def test_what_costs_most_gets_more_bits_and_the_error_falls(tmp_path: Path) -> None:
+    plain, feeds = bottleneck(tmp_path)
+    wide, same = tmp_path / "wide.onnx", tmp_path / "same.onnx"
+    plan = anybit.adopt(plain, wide, calibration=feeds)
+    usual = anybit.adopt(plain, same, calibration=feeds, sensitive="8-bit")
+    assert any(name.startswith("exp") for name in measured(plan))
+    assert measured(usual) == []
+    assert 0 < Coverage(**open_master(wide).header.about["quantized"]).measured <= SHARE
+    for bits in ({"weights": 8, "activations": 8}, {"weights": 4, "activations": 8}):
+        assert error(wide, feeds, **bits) < error(same, feeds, **bits)
+
+
+def test_the_same_points_every_time_and_none_for_the_paper(tmp_path: Path) -> None:
+    plain, feeds = bottleneck(tmp_path)
+    for inputs in (feeds, None):  # made-up inputs tell it too
+        plans = [anybit.adopt(plain, tmp_path / f"{i}.onnx", calibration=inputs) for i in range(2)]
+        assert plans[0] == plans[1]
+        assert measured(plans[0])
+    assert measured(anybit.adopt(plain, tmp_path / "paper.onnx", preset="paper", calibration=feeds)) == []
+
+
+def test_prepare_measures_when_it_is_asked_to() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(4, 3)).eval()
+    with torch.no_grad():
+        layers[4].weight *= 30  # what feeds it must be known well
+    batches = [torch.randn(8, 16) for _ in range(2)]
+    usual = anybit.prepare(model, batches[0], calibration=batches)
+    net = anybit.prepare(model, batches[0], calibration=batches, sensitive="measured")
+    assert measured(usual.plan) == []
+    assert measured(net.plan)
+    found = {}
+    for name, network in {"usual": usual, "measured": net}.items():
+        network.set_bits(weights=8, activations=8)
+        with torch.no_grad():
+            found[name] = float((network(batches[0]) - model(batches[0])).square().mean())
+    assert found["measured"] < found["usual"]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 50)), min_size=1, max_size=30), st.integers(0, 5))
+def test_never_more_than_a_tenth(points: list[tuple[float, int]], taken: int) -> None:
+    units = [Unit((str(i),), frozenset({str(i), str(i // 2)})) for i in range(len(points))]
+    sizes = {str(i): size for i, (_, size) in enumerate(points)} | {"rest": 100}
+    before = {"0"} if taken == 0 and sizes["0"] <= SHARE * sum(sizes.values()) else set()
+    blamed = costs_most(units, lambda names: sum(points[int(name)][0] for name in names))
+    found = worth_it(blamed, sizes, before)
+    wider = before.union(*(unit.products for unit in found))
+    assert sum(sizes[output] for output in wider) <= SHARE * sum(sizes.values()) + 1e-9
+
+
+@pytest.mark.parametrize("worst", [0, 5, 99])
+def test_one_bad_point_of_a_hundred_is_found_in_a_few_tries(worst: int) -> None:
+    units, tries = [Unit((str(i),), frozenset({str(i)})) for i in range(100)], []
+
+    def harm(names: list[str]) -> float:
+        tries.append(names)
+        return sum(1.0 if name == str(worst) else 1e-5 for name in names)
+
+    assert [unit.names for _, unit in costs_most(units, harm)] == [(str(worst),)]
+    assert len(tries) < 20
