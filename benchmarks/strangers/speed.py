@@ -39,7 +39,7 @@ WIDTHS = {
     "W4A8": (4, 8, "widths"), "W4A8 prefer speed": (4, 8, "speed"),
 }  # fmt: skip
 FORMS = (*WIDTHS, "quantize_static exact", "quantize_static")
-ROUNDS, SECONDS, INPUTS = 60, 20.0, 4
+ROUNDS, SECONDS, INPUTS = 60, 20.0, 3
 """How often each form runs, after how long there is no further round past the 15th, and how many inputs calibrate."""
 
 
@@ -50,7 +50,8 @@ def forms_of(name: str, folder: Path) -> tuple[dict[str, Run], dict[str, str], l
     runs, reasons = {"float": tools.plain(path)}, {}
     feeds = list(made(path).calibrate(runs["float"]))[:INPUTS]
     try:
-        anybit.adopt(path, folder / "adopted.onnx", calibration=feeds, helpers=())
+        if not (folder / "adopted.onnx").exists():
+            anybit.adopt(path, folder / "adopted.onnx", calibration=feeds, helpers=())
         for width, (weights, activations, prefer) in WIDTHS.items():
             session = tools.open_master(folder / "adopted.onnx")
             session.set_bits(weights=weights, activations=activations, prefer=prefer)
@@ -60,7 +61,9 @@ def forms_of(name: str, folder: Path) -> tuple[dict[str, Run], dict[str, str], l
     except Exception as error:  # the other forms can still be timed
         reasons["anybit"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     try:
-        runs["quantize_static exact"] = tools.quantize_static(path, folder / "static.onnx", feeds, per_channel=True)
+        if not (folder / "static.onnx").exists():
+            tools.quantize_static(path, folder / "static.onnx", feeds, per_channel=True)
+        runs["quantize_static exact"] = tools.plain(folder / "static.onnx", exact=True)
         runs["quantize_static"] = tools.plain(folder / "static.onnx")
     except Exception as error:
         reasons["quantize_static"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -83,9 +86,11 @@ def interleaved(runs: dict[str, Run], feeds: list[Feed]) -> dict[str, list[float
     return times
 
 
-def timed(name: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        runs, reasons, feeds = forms_of(name, Path(folder))
+def timed(name: str, keep: Path | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as passing:
+        folder = Path(passing) if keep is None else keep / name
+        folder.mkdir(parents=True, exist_ok=True)
+        runs, reasons, feeds = forms_of(name, folder)
         times = interleaved(runs, feeds)
     base = times["float"]
     row: dict[str, Any] = {"file": name, "float_ms": 1e3 * statistics.median(base), "rounds": len(base), **reasons}
@@ -101,10 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"any of {', '.join(names)}; all by default")
     parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)  # what a process of its own is asked for
+    parser.add_argument("--keep", type=Path, help="a folder for the files that are made, to time them again later")
     parser.add_argument("--out", type=Path, default=Path("results/strangers-speed.json"))
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(timed(options.one)), flush=True)
+        print(json.dumps(timed(options.one, options.keep)), flush=True)
         return
     if unknown := set(options.files) - set(names):
         parser.error(f"{', '.join(sorted(unknown))}: not in the list; choose from {', '.join(names)}")
@@ -116,6 +122,7 @@ def main() -> None:
     table = Table("file", "float, ms", *FORMS, title="speed over floating point, one thread")
     for name in options.files or names:
         command = [sys.executable, str(Path(__file__).resolve()), "--one", name]
+        command += ["--keep", str(options.keep.resolve())] if options.keep else []
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         found = [line for line in done.stdout.splitlines() if line.startswith("{")]

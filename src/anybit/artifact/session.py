@@ -44,6 +44,14 @@ KEEP_BYTES = 2**30
 """How much memory the widths that stay compiled may take, by the size of their weights."""
 
 
+class Wanted(NamedTuple):
+    """An input as ONNX Runtime names it: asking it anew for every run takes longer than a small network."""
+
+    name: str
+    type: str
+    shape: list[int | str | None]
+
+
 class Compiled(NamedTuple):
     """A network at one width, ready to run, how many bytes its weights take, and which form of it this is."""
 
@@ -84,6 +92,8 @@ class Session:
         self._compiling, self._looking, self._measuring = threading.Lock(), threading.Lock(), threading.Lock()
         self._cache: OrderedDict[tuple[int, ...], Compiled] = OrderedDict()
         self._now = self._compiled(Bits(), None, "widths")
+        self._takes = [Wanted(value.name, value.type, value.shape) for value in self._now.engine.get_inputs()]
+        self._names = set(self.inputs), self.outputs
 
     @property
     def bits(self) -> Bits:
@@ -205,7 +215,7 @@ class Session:
         """Return what `run` returns, and the widths that it was computed at."""
         now = self._now  # one look: a switch from here on is for the next run
         try:
-            results = now.engine.run(None, self._feed(x, now.engine))
+            results = now.engine.run(None, self._feed(x))
         except DataError:
             raise
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
@@ -213,7 +223,7 @@ class Session:
             raise DataError(
                 f"{self.master.path}: this input cannot be run ({printable(error, 300)}){advice}"
             ) from error
-        outputs = dict(zip(self.outputs, results, strict=True))
+        outputs = dict(zip(self._names[1], results, strict=True))
         return (results[0] if len(results) == 1 else outputs), now.bits
 
     def example(self) -> dict[str, Array]:
@@ -236,16 +246,16 @@ class Session:
         except DataError as error:
             raise DataError(str(error).replace("pass calibration inputs", "name some with --input")) from error
 
-    def _feed(self, x: Inputs, engine: Any) -> dict[str, Array]:
+    def _feed(self, x: Inputs) -> dict[str, Array]:
         given = x if isinstance(x, Mapping) else {self.inputs[0]: x}
-        if set(given) != set(self.inputs):
+        if set(given) != self._names[0]:
             raise DataError(
                 f"{self.master.path}: the network takes {', '.join(self.inputs)}; got {', '.join(map(str, given))}"
             )
-        return {value.name: _as_input(given[value.name], value) for value in engine.get_inputs()}
+        return {value.name: _as_input(given[value.name], value) for value in self._takes}
 
 
-def _as_input(x: npt.ArrayLike, wanted: Any) -> Array:
+def _as_input(x: npt.ArrayLike, wanted: Wanted) -> Array:
     """Return an array of the type and shape that an input wants, or say what it wants."""
     try:
         array = np.asarray(x)
