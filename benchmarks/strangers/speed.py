@@ -3,15 +3,18 @@
     python benchmarks/strangers/speed.py                 # all files, one process each
     python benchmarks/strangers/speed.py magika silero   # some
 
-One thread. Every round runs each form of the network once on the same input, so that a busy machine slows all of them;
-the ratio is that of the medians, with the smallest and largest ratio within a round. `quantize_static` is its file per
-channel, with sums exact (as anybit's 8-bit sessions are) and as it comes. Writes results/strangers-speed.json.
+One thread. Every round runs each form of the network once on the same input, and the clock is the thread's own, which
+does not count what other programs take: a busy machine slows all forms alike. A ratio is the median of those within a
+round, with its quartiles. `quantize_static` is its file per channel as it comes, and with sums exact where the
+processor needs that for right answers (as anybit's 8-bit sessions are). Masters are made without helpers and from few inputs: that
+changes numbers and no kernel. Writes results/strangers-speed.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,15 +27,20 @@ import tools
 from networks import STRANGERS
 from rich.console import Console
 from rich.table import Table
-from task import MOST_INPUTS, Feed, Run
+from task import Feed, Run
 
+import anybit
+from anybit.artifact.runtime import sums_saturate
 from anybit.common.files import write_json
 from anybit.common.provenance import origin
 
-WIDTHS = {"W8A8": (8, 8), "W7A8": (7, 8), "W4A8": (4, 8)}
-FORMS = (*WIDTHS, "quantize_static exact", "quantize_static")
-ROUNDS, SECONDS = 15, 60.0
-"""How often each form runs, and after how long there is no further round."""
+WIDTHS = {
+    "W8A8": (8, 8, "widths"), "W8A8 prefer speed": (8, 8, "speed"), "W7A8": (7, 8, "widths"),
+    "W4A8": (4, 8, "widths"), "W4A8 prefer speed": (4, 8, "speed"),
+}  # fmt: skip
+FORMS = (*WIDTHS, "quantize_static", "quantize_static exact")
+ROUNDS, SECONDS, INPUTS = 60, 20.0, 3
+"""How often each form runs, after how long there is no further round past the 15th, and how many inputs calibrate."""
 
 
 def forms_of(name: str, folder: Path) -> tuple[dict[str, Run], dict[str, str], list[Feed]]:
@@ -40,20 +48,26 @@ def forms_of(name: str, folder: Path) -> tuple[dict[str, Run], dict[str, str], l
     path, made = STRANGERS[name].file(), STRANGERS[name].task
     assert made is not None
     runs, reasons = {"float": tools.plain(path)}, {}
-    feeds = list(made(path).calibrate(runs["float"]))[:MOST_INPUTS]
+    feeds = list(made(path).calibrate(runs["float"]))[:INPUTS]
     try:
-        tools.adopt(path, folder / "adopted.onnx", feeds)
-        for width, (weights, activations) in WIDTHS.items():
+        if not (folder / "adopted.onnx").exists():
+            anybit.adopt(path, folder / "adopted.onnx", calibration=feeds, helpers=())
+        for width, (weights, activations, prefer) in WIDTHS.items():
             session = tools.open_master(folder / "adopted.onnx")
-            session.set_bits(weights=weights, activations=activations)
+            session.set_bits(weights=weights, activations=activations, prefer=prefer)
             runs[width] = tools.run_of(session)
+            if prefer == "speed":
+                reasons[f"{width} runs"] = session.form
     except Exception as error:  # the other forms can still be timed
-        reasons["anybit"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reasons["anybit failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     try:
-        runs["quantize_static exact"] = tools.quantize_static(path, folder / "static.onnx", feeds, per_channel=True)
+        if not (folder / "static.onnx").exists():
+            tools.quantize_static(path, folder / "static.onnx", feeds, per_channel=True)
         runs["quantize_static"] = tools.plain(folder / "static.onnx")
+        if sums_saturate():
+            runs["quantize_static exact"] = tools.plain(folder / "static.onnx", exact=True)
     except Exception as error:
-        reasons["quantize_static"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reasons["quantize_static failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return runs, reasons, feeds
 
 
@@ -65,24 +79,26 @@ def interleaved(runs: dict[str, Run], feeds: list[Feed]) -> dict[str, list[float
     begin = time.perf_counter()
     for index in range(ROUNDS):
         for name, run in runs.items():
-            before = time.perf_counter()
+            before = time.thread_time()
             run(feeds[index % len(feeds)])
-            times[name].append(time.perf_counter() - before)
-        if time.perf_counter() - begin > SECONDS and index >= 2:
+            times[name].append(time.thread_time() - before)
+        if time.perf_counter() - begin > SECONDS and index >= 14:
             break
     return times
 
 
-def timed(name: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        runs, reasons, feeds = forms_of(name, Path(folder))
+def timed(name: str, keep: Path | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as passing:
+        folder = Path(passing) if keep is None else keep / name
+        folder.mkdir(parents=True, exist_ok=True)
+        runs, reasons, feeds = forms_of(name, folder)
         times = interleaved(runs, feeds)
     base = times["float"]
     row: dict[str, Any] = {"file": name, "float_ms": 1e3 * statistics.median(base), "rounds": len(base), **reasons}
     for form in (form for form in times if form != "float"):
         each = [b / t for b, t in zip(base, times[form], strict=True)]
-        middle = statistics.median(base) / statistics.median(times[form])
-        row[form] = {"ratio": middle, "ratio_low": min(each), "ratio_high": max(each)}
+        low, middle, high = statistics.quantiles(each, n=4)
+        row[form] = {"ratio": middle, "ratio_low": low, "ratio_high": high}
     return row
 
 
@@ -91,17 +107,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"any of {', '.join(names)}; all by default")
     parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)  # what a process of its own is asked for
+    parser.add_argument("--keep", type=Path, help="a folder for the files that are made, to time them again later")
     parser.add_argument("--out", type=Path, default=Path("results/strangers-speed.json"))
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(timed(options.one)), flush=True)
+        print(json.dumps(timed(options.one, options.keep)), flush=True)
         return
     if unknown := set(options.files) - set(names):
         parser.error(f"{', '.join(sorted(unknown))}: not in the list; choose from {', '.join(names)}")
     console, rows = Console(width=None if sys.stdout.isatty() else 140), []
+    about = {
+        "threads": tools.THREADS, "clock": "thread time", "exact sums needed": sums_saturate(),
+        "load of the machine at the start": os.getloadavg()[0],
+    }  # fmt: skip
     table = Table("file", "float, ms", *FORMS, title="speed over floating point, one thread")
     for name in options.files or names:
         command = [sys.executable, str(Path(__file__).resolve()), "--one", name]
+        command += ["--keep", str(options.keep.resolve())] if options.keep else []
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         found = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -109,7 +131,7 @@ def main() -> None:
         rows.append(row)
         cells = [f"{row[form]['ratio']:.2f}" if form in row else "" for form in FORMS]
         table.add_row(name, f"{row['float_ms']:.1f}" if "float_ms" in row else row["error"][:60], *cells)
-        write_json(options.out, {**origin(), "threads": tools.THREADS, "rows": rows})
+        write_json(options.out, {**origin(), **about, "rows": rows})
     console.print(table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from anybit.artifact.answers import Loss, losses
+from anybit.artifact.answers import Loss, losses, worst
 from anybit.artifact.export import export
 from anybit.artifact.session import Session
 from anybit.artifact.storage import size_on_disk
@@ -26,6 +27,9 @@ from anybit.errors import DataError
 from anybit.spec import Bits
 
 Array = npt.NDArray[Any]
+
+WORTH_A_BIT = 1.1
+"""How many times as fast 7-bit weights must be to be proposed in place of 8-bit ones."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,48 @@ def speedup(before: Sequence[float] | None, after: Sequence[float]) -> tuple[flo
         return None
     ratios = [b / a for b, a in zip(before, after, strict=True)]
     return statistics.median(before) / statistics.median(after), min(ratios), max(ratios)
+
+
+def with_sevens(pairs: Iterable[Bits], saturates: bool) -> list[Bits]:
+    """Return pairs of widths, each once, with 7-bit weights beside 8-bit ones where exact sums cost time.
+
+    >>> [str(bits) for bits in with_sevens([Bits(), Bits(8, 8), Bits(4, 8)], saturates=True)]
+    ['FP', 'W8A8', 'W7A8', 'W4A8']
+    """
+    found = [(bits, Bits(7, bits.activations)) if saturates and bits.weights == 8 else (bits,) for bits in pairs]
+    return list(dict.fromkeys(itertools.chain(*found)))
+
+
+def verdict(gains: Sequence[Gain]) -> str:
+    """Return one sentence: which widths are fastest here, how much faster than floating point, and what that costs.
+
+    A second one proposes 7-bit weights where they are faster than 8-bit ones by more than a bit is worth.
+    """
+    best = min(gains, key=lambda gain: gain.latency)
+    name = str(Bits(best.weights, best.activations))
+    text = f"{name} is fastest here: {1000 * best.latency:.2f} ms"
+    if best.speedup is not None and name != "FP":
+        text += ", {:.2f} times as fast as floating point ({:.2f} to {:.2f})".format(*best.speedup)
+    same, error = worst(best.losses)
+    if same is not None:
+        text += f"; {100 * same:.1f}% of its decisions are those of floating point"
+    elif error is not None:
+        text += f"; its outputs are {100 * error:.1f}% away from those of floating point"
+    elif name != "FP":
+        text += "; what it costs is told with --input"
+    return text + "." + _sevens(gains)
+
+
+def _sevens(gains: Sequence[Gain]) -> str:
+    by = {(gain.weights, gain.activations): gain.latency for gain in gains}
+    for activations in dict.fromkeys(gain.activations for gain in gains):
+        eight, seven = by.get((8, activations)), by.get((7, activations))
+        if eight and seven and eight > WORTH_A_BIT * seven:
+            return (
+                f" Take 7 bits instead of 8 for the weights: {eight / seven:.2f} times as fast, since on this "
+                "processor 8 bits need slower sums to be exact."
+            )
+    return ""
 
 
 def accuracy_at(session: Session, bits: Bits, x: Array, y: Array, *, batch: int = 250) -> float:

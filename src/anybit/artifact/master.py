@@ -45,6 +45,7 @@ class Master:
     header: Header
     model: OnnxModel
     weights: dict[str, Array]
+    digest: str = ""
 
     @property
     def graph(self) -> onnx.ModelProto:
@@ -174,15 +175,15 @@ def open_master(path: str | Path, *, named: str | Path | None = None, hold: bool
     path = Path(path)
     where = str(named or path)
     header, model = _read(path, where, hold=hold)
-    others = [entry for entry in model.proto.metadata_props if entry.key not in (KEY, DIGEST)]
-    del model.proto.metadata_props[:]  # what is made of this graph is no master
-    model.proto.metadata_props.extend(others)
+    texts = {entry.key: entry.value for entry in model.proto.metadata_props}
+    others = {key: text for key, text in texts.items() if key not in (KEY, DIGEST)}
+    helper.set_model_props(model.proto, others)  # what is made of this graph is no master
     check_names(model.graph, where=where)  # before weights are looked up by their names
     weights = _take_weights(model, header, where=where, hold=hold)
     places = {weight.place: weights[weight.name].shape for weight in header.plan.weights}
     check_model(model, places, where=where)
     _check_points(model, header, weights, where=where)
-    return Master(Path(named or path), header, model, weights)
+    return Master(Path(named or path), header, model, weights, texts[DIGEST])
 
 
 def _read(path: Path, where: str, *, hold: bool) -> tuple[Header, OnnxModel]:

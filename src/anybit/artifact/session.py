@@ -7,7 +7,9 @@ logits = session.run(x)
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +24,7 @@ from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.inputs import Input, inputs_of
 from anybit.artifact.made_up import made_up_inputs, shapes_in
 from anybit.artifact.master import Master, open_master
+from anybit.artifact.prefer import ASKED, WEIGHTS, Notes, Times, check_preference, fastest, forms, interleaved
 from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import TYPES, compile_model
 from anybit.common.text import printable
@@ -41,16 +44,25 @@ KEEP_BYTES = 2**30
 """How much memory the widths that stay compiled may take, by the size of their weights."""
 
 
+class Wanted(NamedTuple):
+    """An input as ONNX Runtime names it: asking it anew for every run takes longer than a small network."""
+
+    name: str
+    type: str
+    shape: list[int | str | None]
+
+
 class Compiled(NamedTuple):
-    """A network at one width, ready to run, and how many bytes its weights take."""
+    """A network at one width, ready to run, how many bytes its weights take, and which form of it this is."""
 
     bits: Bits
     key: tuple[int, ...]
     engine: Any
     nbytes: int
+    form: str = ASKED
 
 
-def load(path: str | Path, *, threads: int | None = None, keep: int = 8) -> Session:
+def load(path: str | Path, *, threads: int | None = None, keep: int = 8, prefer: str = "widths") -> Session:
     """Open a master for running; it starts in floating point.
 
     Args:
@@ -58,12 +70,13 @@ def load(path: str | Path, *, threads: int | None = None, keep: int = 8) -> Sess
         threads: How many threads a run may use; all cores by default.
         keep: How many widths stay compiled, so that going back to one of them costs nothing; fewer if they would take
             more than a gigabyte together.
+        prefer: What `set_bits` does if it is not told: "widths" or "speed".
     """
     if threads is not None and threads < 1:
         raise SpecError(f"threads must be at least 1, got {threads}")
     if keep < 1:
         raise SpecError(f"keep must be at least 1, got {keep}")
-    return Session(open_master(path), threads=threads, keep=keep)
+    return Session(open_master(path), threads=threads, keep=keep, prefer=prefer)
 
 
 class Session:
@@ -72,17 +85,25 @@ class Session:
     A switch is one assignment at its very end: every run sees the old width or the new one, whole.
     """
 
-    def __init__(self, master: Master, *, threads: int | None = None, keep: int = 8) -> None:
-        self.master = master
+    def __init__(self, master: Master, *, threads: int | None = None, keep: int = 8, prefer: str = "widths") -> None:
+        self.master, self.prefer = master, check_preference(prefer)
         self._threads, self._keep = threads, keep
-        self._compiling, self._looking = threading.Lock(), threading.Lock()
+        self._forms: dict[tuple[int, ...], str] = {}
+        self._compiling, self._looking, self._measuring = threading.Lock(), threading.Lock(), threading.Lock()
         self._cache: OrderedDict[tuple[int, ...], Compiled] = OrderedDict()
-        self._now = self._compiled(Bits(), None)
+        self._now = self._compiled(Bits(), None, "widths")
+        self._takes = [Wanted(value.name, value.type, value.shape) for value in self._now.engine.get_inputs()]
+        self._names = set(self.inputs), self.outputs
 
     @property
     def bits(self) -> Bits:
         """The widths that the next run will use, apart from layers with widths of their own."""
         return self._now.bits
+
+    @property
+    def form(self) -> str:
+        """Which form of the network runs: "as asked", or one with activations in floating point, "weights only"."""
+        return self._now.form
 
     @property
     def plan(self) -> Plan:
@@ -109,25 +130,57 @@ class Session:
         """The names of the network's outputs."""
         return self.master.outputs
 
-    def set_bits(self, *, weights: int, activations: int, layers: LayerWidths | None = None) -> None:
+    def set_bits(
+        self, *, weights: int, activations: int, layers: LayerWidths | None = None, prefer: str | None = None
+    ) -> None:
         """Run at these widths from now on; 32 means floating point.
 
         Args:
             weights: The width of every weight.
             activations: The width of every activation.
             layers: Other widths for points whose name matches a pattern, as (weights, activations).
+            prefer: With "speed" activations stay in floating point where that is faster on this machine; the first time
+                this is measured, which takes seconds. With "widths" the widths are what was asked for.
         """
-        self._now = self._compiled(Bits(weights, activations), layers)
+        how = self.prefer if prefer is None else check_preference(prefer)
+        self._now = self._compiled(Bits(weights, activations), layers, how)
 
-    def _compiled(self, bits: Bits, layers: LayerWidths | None) -> Compiled:
+    def _compiled(self, bits: Bits, layers: LayerWidths | None, prefer: str) -> Compiled:
         # Codes are made anew for each width: an engine keeps what it needs of them.
         numbers = self.master.plan.at(bits, layers, tensors=self.master.tensors, kept=Kept(CODES_BYTES))
+        form = ASKED
+        if prefer == "speed":
+            form, numbers = self._fastest(numbers)
         key = tuple(numbers.widths.values())
         found = self._kept(key)
         if found is None:
             with self._compiling:  # one at a time; runs and switches to kept widths go on meanwhile
                 found = self._kept(key) or self._compile(bits, key, numbers)
-        return found._replace(bits=bits)
+        return found._replace(bits=bits, form=form)
+
+    def _fastest(self, numbers: Numbers) -> tuple[str, Numbers]:
+        """Return the form of a network that is fastest here, measured now if nobody has before."""
+        key, known = tuple(numbers.widths.values()), forms(self.master, numbers)
+        if len(known) == 1:
+            return ASKED, numbers
+        if key not in self._forms:
+            with self._measuring:  # one at a time; runs and other switches go on meanwhile
+                notes = Notes(self.master, self._threads)
+                times = notes.read(numbers.widths, known)
+                if times is None and (times := self._times(known)):
+                    notes.write(numbers.widths, times)
+                self._forms[key] = fastest(times) if times else WEIGHTS
+        return self._forms[key], known[self._forms[key]]
+
+    def _times(self, known: Mapping[str, Numbers]) -> Times:
+        """Return how long each form takes; nothing if no input can be made up."""
+        try:
+            feed = self.example()
+        except DataError:
+            return {}
+        engines = {form: self._engine(numbers)[0] for form, numbers in known.items()}
+        runs = {form: functools.partial(engine.run, None, feed) for form, engine in engines.items()}
+        return interleaved(runs, clock=time.thread_time if self._threads == 1 else time.perf_counter)
 
     def _kept(self, key: tuple[int, ...]) -> Compiled | None:
         with self._looking:
@@ -136,14 +189,16 @@ class Session:
             return self._cache.get(key)
 
     def _compile(self, bits: Bits, key: tuple[int, ...], numbers: Numbers) -> Compiled:
-        model, exact = quantized_graph(self.master, numbers, packed=False)
-        engine = compile_model(model, exact=exact, threads=self._threads, where=str(self.master.path))
-        made = Compiled(bits, key, engine, model.nbytes)
+        made = Compiled(bits, key, *self._engine(numbers))
         with self._looking:
             self._cache[key] = made
             while len(self._cache) > 1 and (len(self._cache) > self._keep or self._held() > KEEP_BYTES):
                 self._cache.popitem(last=False)
         return made
+
+    def _engine(self, numbers: Numbers) -> tuple[Any, int]:
+        model, exact = quantized_graph(self.master, numbers, packed=False)
+        return compile_model(model, exact=exact, threads=self._threads, where=str(self.master.path)), model.nbytes
 
     def _held(self) -> int:
         return sum(entry.nbytes for entry in self._cache.values())
@@ -160,7 +215,7 @@ class Session:
         """Return what `run` returns, and the widths that it was computed at."""
         now = self._now  # one look: a switch from here on is for the next run
         try:
-            results = now.engine.run(None, self._feed(x, now.engine))
+            results = now.engine.run(None, self._feed(x))
         except DataError:
             raise
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
@@ -168,7 +223,7 @@ class Session:
             raise DataError(
                 f"{self.master.path}: this input cannot be run ({printable(error, 300)}){advice}"
             ) from error
-        outputs = dict(zip(self.outputs, results, strict=True))
+        outputs = dict(zip(self._names[1], results, strict=True))
         return (results[0] if len(results) == 1 else outputs), now.bits
 
     def example(self) -> dict[str, Array]:
@@ -191,16 +246,16 @@ class Session:
         except DataError as error:
             raise DataError(str(error).replace("pass calibration inputs", "name some with --input")) from error
 
-    def _feed(self, x: Inputs, engine: Any) -> dict[str, Array]:
+    def _feed(self, x: Inputs) -> dict[str, Array]:
         given = x if isinstance(x, Mapping) else {self.inputs[0]: x}
-        if set(given) != set(self.inputs):
+        if set(given) != self._names[0]:
             raise DataError(
                 f"{self.master.path}: the network takes {', '.join(self.inputs)}; got {', '.join(map(str, given))}"
             )
-        return {value.name: _as_input(given[value.name], value) for value in engine.get_inputs()}
+        return {value.name: _as_input(given[value.name], value) for value in self._takes}
 
 
-def _as_input(x: npt.ArrayLike, wanted: Any) -> Array:
+def _as_input(x: npt.ArrayLike, wanted: Wanted) -> Array:
     """Return an array of the type and shape that an input wants, or say what it wants."""
     try:
         array = np.asarray(x)

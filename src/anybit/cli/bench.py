@@ -27,6 +27,7 @@ def bench(
     limit: options.Limit = 64,
     data: Annotated[str | None, typer.Option(help="A data set, or an .npz file: measure test accuracy too.")] = None,
     threads: Annotated[int, typer.Option(help="Threads that a run may use.")] = 1,
+    prefer: options.Prefer = "widths",
     rounds: Annotated[int, typer.Option(min=1, help="How often each width is timed.")] = 15,
     out: options.Record = None,
     as_json: options.Json = False,
@@ -34,18 +35,19 @@ def bench(
     """Print file size, memory and time per input for each width; all widths are timed in turns.
 
     With --input also how much is lost: on these inputs, how often the answer is that of floating point (the largest
-    score), and how far the outputs are away from it. With --data the accuracy.
+    score), and how far the outputs are away from it. With --data the accuracy. The last line says what is fastest here.
 
     Example: anybit bench model.onnx --widths "FP W8A8 W4A4" --input images/
     """
     from anybit.artifact.bench import bench as run
-    from anybit.artifact.bench import steps_of
+    from anybit.artifact.bench import steps_of, verdict, with_sevens
     from anybit.artifact.inputs import read_feeds
+    from anybit.artifact.runtime import sums_saturate
     from anybit.artifact.session import load
     from anybit.common.files import write_json
     from anybit.common.provenance import origin
 
-    pairs = list(dict.fromkeys(widths_of(widths)))
+    pairs = with_sevens(widths_of(widths), sums_saturate())
     labelled = None
     with progress_bars() as start:
         ready = start("getting ready", 2)
@@ -55,13 +57,14 @@ def bench(
             x, y = load_dataset(data).need("test", "anybit bench --data").tensors()
             labelled = x.numpy(), y.numpy()
         ready(1)
-        session = load(master, threads=threads, keep=max(1, len(pairs)))
+        session = load(master, threads=threads, keep=max(1, len(pairs)), prefer=prefer)
         feeds = [feed for _, feed in read_feeds(inputs, session.takes, session.feeding, limit=limit)] if inputs else []
         ready(1)
         advance = start("rounds", steps_of(pairs, rounds, len(feeds)))
         gains = run(session, pairs, rounds=rounds, data=labelled, inputs=feeds, on_step=lambda: advance(1))
     record = {
         "master": master.name, "threads": threads, "rounds": rounds, "data": data, "inputs": len(feeds),
+        "prefer": prefer, "verdict": verdict(gains),
         "rows": [gain.to_dict() for gain in gains], "origin": origin(),
     }  # fmt: skip
     if out is not None:
@@ -70,6 +73,7 @@ def bench(
         typer.echo(json.dumps(record, indent=1))
         return
     console.print(_table(gains, f"{master}, {threads} thread(s)"))
+    console.print(verdict(gains), highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(gains: Sequence[Gain], title: str) -> Table:

@@ -112,6 +112,11 @@ Threads = Annotated[int | None, typer.Option(help="Threads that a run may use; a
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Record = Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file too.")]
 
+Prefer = Annotated[
+    str,
+    typer.Option(help="widths: just those; speed: activations stay in floating point where that is faster here."),
+]
+
 
 @contextlib.contextmanager
 def needs_torch(what: str) -> Iterator[None]:

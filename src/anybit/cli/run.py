@@ -33,6 +33,7 @@ def run(
     bits: options.Bits = None,
     steps: options.Steps = "",
     milliseconds: options.Milliseconds = 10.0,
+    prefer: options.Prefer = "widths",
     threads: options.Threads = None,
     out: Annotated[Path | None, typer.Option(help="Write each input's outputs to this folder, as .npy files.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per input.")] = False,
@@ -47,7 +48,7 @@ def run(
     from anybit.artifact.inputs import read_feeds
     from anybit.artifact.session import load
 
-    session = load(master, threads=threads)
+    session = load(master, threads=threads, prefer=prefer)
     name = policy or ("battery" if bits is None else "fixed")
     chooser = Chooser(find_policy(name, session, bits=bits, steps=steps, milliseconds=milliseconds))
     if out is not None:

@@ -23,6 +23,7 @@ def serve(
     examples: Annotated[Path | None, typer.Option(help="A folder of pictures or arrays that the page offers.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 takes any free one.")] = 0,
     steps: options.Steps = "",
+    prefer: options.Prefer = "widths",
     threads: options.Threads = None,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
@@ -35,7 +36,7 @@ def serve(
     """
     from anybit.serve.server import LiveServer
 
-    app = make_app(master, examples=examples, steps=steps, threads=threads)
+    app = make_app(master, examples=examples, steps=steps, threads=threads, prefer=prefer)
     with LiveServer(app, port=port) as server:
         say(server.url)
         say("ctrl-C ends it")
@@ -45,7 +46,14 @@ def serve(
         server.serve_forever()
 
 
-def make_app(master: Path, *, examples: Path | None = None, steps: str = "", threads: int | None = None) -> App:
+def make_app(
+    master: Path,
+    *,
+    examples: Path | None = None,
+    steps: str = "",
+    threads: int | None = None,
+    prefer: str = "widths",
+) -> App:
     """Return the page of a master."""
     from anybit.artifact.session import load
     from anybit.serve.app import App
@@ -53,7 +61,7 @@ def make_app(master: Path, *, examples: Path | None = None, steps: str = "", thr
     from anybit.serve.upload import read_examples
 
     chosen = parse_steps(steps.split())
-    model = LiveModel(load(master, threads=threads))
+    model = LiveModel(load(master, threads=threads, prefer=prefer))
     offered = () if examples is None else read_examples(examples)
     return App(model, steps=chosen, examples=offered, machine=this_machine())
 

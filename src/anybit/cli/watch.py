@@ -18,6 +18,7 @@ def watch(
     inputs: options.What = None,
     steps: options.Steps = "",
     milliseconds: options.Milliseconds = 10.0,
+    prefer: options.Prefer = "widths",
     every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
     times: Annotated[int | None, typer.Option(help="Stop after so many looks; by default go on until ctrl-C.")] = None,
 ) -> None:
@@ -35,7 +36,7 @@ def watch(
     from anybit.cli.run import find_policy
     from anybit.policy import Chooser, Reading, measure, read_machine
 
-    session = load(master)
+    session = load(master, prefer=prefer)
     name = policy or ("battery" if bits is None else "fixed")
     chooser = Chooser(find_policy(name, session, bits=bits, steps=steps, milliseconds=milliseconds))
     feed = next(read_feeds(inputs, session.takes, session.feeding))[1] if inputs else session.example()

@@ -65,8 +65,12 @@ class Weight:
         return self.tensor or self.name
 
     def spec(self, bits: int) -> QuantSpec:
-        """Return the grid at a width."""
-        return QuantSpec(bits, self.symmetric, axis=self.axis)
+        """Return the grid at a width.
+
+        Integer kernels know one zero for all channels, so with 8 bits each channel's is in the middle: with a zero of
+        its own a code less that zero would need 9.
+        """
+        return QuantSpec(bits, self.symmetric or (bits == 8 and self.axis is not None), axis=self.axis)
 
 
 @dataclass(frozen=True)
