@@ -185,7 +185,7 @@ def sounding(tmp_path: Any) -> Any:
 def test_a_signal_is_not_rounded_below_what_it_came_as(tmp_path: Any) -> None:
     rng = np.random.default_rng(1)
     feeds = [{"x": rng.normal(size=(1, 1, 512)).astype(np.float32)} for _ in range(4)]
-    plan = anybit.adopt(sounding(tmp_path), tmp_path / "m.onnx", calibration=feeds)
+    plan = anybit.adopt(sounding(tmp_path), tmp_path / "m.onnx", calibration=feeds, sensitive="8-bit")
     because = {a.name: a.because for a in plan.activations}
     assert {name for name, why in because.items() if why == "signal"} >= {"x", "size"}
     assert because["bent"] != "signal"

@@ -11,6 +11,7 @@ import _vision  # noqa: F401
 import aimet_torch.common.quantsim_config as configs
 import torch
 from aimet_torch.adaround.adaround_weight import Adaround, AdaroundParameters
+from aimet_torch.common.defs import QuantScheme
 from aimet_torch.cross_layer_equalization import equalize_model
 from aimet_torch.model_preparer import prepare_model
 from aimet_torch.quantsim import QuantizationSimModel
@@ -30,8 +31,8 @@ def config(*, per_channel: bool) -> str:
 def simulation(model: Any, weights: int, activations: int, *, per_channel: bool) -> Any:
     """Return the simulation of a model, with 8 bits for the first and last layer."""
     simulated = QuantizationSimModel(
-        model, torch.zeros(SHAPE), default_param_bw=weights, default_output_bw=activations,
-        config_file=config(per_channel=per_channel),
+        model, torch.zeros(SHAPE), QuantScheme.post_training_tf_enhanced, default_param_bw=weights,
+        default_output_bw=activations, config_file=config(per_channel=per_channel),
     )  # fmt: skip
     for name in ends(model):
         layer = simulated.model.get_submodule(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -169,6 +170,8 @@ def rows_of(tool: Tool, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
             process.stdin.write(json.dumps(asked) + "\n")
             process.stdin.close()
             yield from map(json.loads, process.stdout)
+        if process.returncode in (-signal.SIGTERM, -signal.SIGINT):
+            sys.exit(f"{tool.name} was stopped; run this again to go on")  # that says nothing about the tool
         if process.returncode:
             complaints.seek(0)
             raise CannotRun(last_words(complaints.read()) or f"ended with code {process.returncode}")

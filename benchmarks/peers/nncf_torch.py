@@ -28,7 +28,7 @@ def setting(*, per_channel: bool) -> Setting:
             )
             network = nncf.quantize(
                 copy.deepcopy(job.model).eval(), nncf.Dataset(job.batches), subset_size=len(job.batches),
-                fast_bias_correction=False, advanced_parameters=options,
+                advanced_parameters=options,
             )  # fmt: skip
 
             def export(path: Path) -> None:

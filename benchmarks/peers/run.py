@@ -11,35 +11,27 @@ an environment of its own. Each row is written to results/peers.json as it comes
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import re
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 from environment import TOOLS, CannotRun, Tool, rows_of
+from peer_rows import WIDTHS, Results, Row, shown
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from anybit.common.files import write_json  # noqa: E402
-from anybit.common.provenance import origin  # noqa: E402
-
-WIDTHS = ("W8A8", "W6A6", "W4A8", "W4A4", "W3A8", "W3A3", "W2A8")
 CHECKPOINTS = tuple(
     ROOT / "paper/checkpoints" / name
     for name in ("converged-resnet18-base-0", "laptop-mobilenet-v2-base-0", "converged-vgg-like-base-0")
 )
 CALIBRATION = 512
 ROUNDS = 3
-Row = dict[str, Any]
 
 
 def write_images(count: int) -> Path:
@@ -53,37 +45,6 @@ def write_images(count: int) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({n: t.contiguous() for n, t in tensors.items()}, path, {"input_range": json.dumps(data.input_range)})
     return path
-
-
-class Results:
-    """The rows of a file, written again after every new one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows = self._read()
-
-    def missing(self, network: str, tool: Tool, widths: list[str], n: int, *, again: bool) -> list[tuple[str, str]]:
-        """Return the settings and widths that were not measured yet, all settings of a width together."""
-        done = {
-            (r["setting"], r["bits"])
-            for r in self.rows
-            if (r["network"], r["tool"], r.get("n", n)) == (network, tool.name, n) and not (again and "error" in r)
-        }
-        return [(s, w) for w in widths for s in tool.settings if (s, w) not in done]
-
-    def add(self, row: Row) -> None:
-        def key(r: Row) -> tuple[Any, ...]:
-            return r["network"], r["tool"], r["setting"], r["bits"]
-
-        came = origin()
-        with (Path(tempfile.gettempdir()) / f"{self.path.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # several runs may fill one file
-            others = [r for r in self._read() if key(r) != key(row)]
-            self.rows = [*others, {**row, "commit": came["commit"], "date": came["date"]}]
-            write_json(self.path, {"machine": came["machine"], "versions": came["versions"], "rows": self.rows})
-
-    def _read(self) -> list[Row]:
-        return json.loads(self.path.read_text())["rows"] if self.path.is_file() else []
 
 
 def float_row(checkpoint: Path, images: Path) -> Row:
@@ -108,28 +69,6 @@ def measure(results: Results, tool: Tool, checkpoint: Path, images: Path, asked:
     except CannotRun as reason:
         for setting, bits in left:
             results.add({**common, "setting": setting, "bits": bits, "error": str(reason)})
-
-
-def shown(rows: list[Row], network: str) -> Table:
-    """Accuracy at every width, the median of the seconds to a width, the slow-down, and the agreement of the file."""
-    own = [r for r in rows if r["network"] == network]
-    exact = [f"; floating point {100 * r['accuracy']:.1f} %" for r in own if r["bits"] == "FP"]
-    table = Table(title=f"{network}{''.join(exact)}")
-    for column in ("tool", *WIDTHS, "seconds a width", "forward", "file agrees"):
-        table.add_column(column, justify="left" if column == "tool" else "right")
-    for tool, setting in dict.fromkeys((r["tool"], r["setting"]) for r in own if r["bits"] != "FP"):
-        at = {r["bits"]: r for r in own if (r["tool"], r["setting"]) == (tool, setting)}
-        done = [r for r in at.values() if "accuracy" in r]
-        accuracies = [f"{100 * at[w]['accuracy']:.1f}" if "accuracy" in at.get(w, {}) else "-" for w in WIDTHS]
-        table.add_row(
-            f"{tool}, {setting}", *accuracies, *(spread(done, k) for k in ("seconds", "slow_down", "agreement"))
-        )
-    return table
-
-
-def spread(rows: list[Row], key: str) -> str:
-    values = sorted(r[key] for r in rows if key in r)
-    return f"{values[0]:.2f}-{values[-1]:.2f}" if values else "-"
 
 
 def main() -> None:

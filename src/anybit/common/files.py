@@ -18,15 +18,19 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """How a system says that there is no room: a full disk, a used-up quota, a limit on the size of files."""
 
 
-def write_error(path: Path, error: OSError) -> FileError:
-    """Return what to tell somebody whose file could not be written."""
-    reason = error.strerror or str(error)
-    if error.errno not in FULL:
-        return FileError(f"{path}: cannot be written ({reason})")
-    return FileError(
-        f"{path}: cannot be written, there is no room in {path.parent} ({reason}); make some and start again; "
-        "what was written before is intact"
-    )
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell somebody whose file cannot be written in this block why."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno not in FULL:
+            raise FileError(f"{path}: cannot be written ({reason})") from error
+        raise FileError(
+            f"{path}: cannot be written, there is no room in {path.parent} ({reason}); make some and start again; "
+            "what was written before is intact"
+        ) from error
 
 
 def make_folder(path: Path) -> None:
@@ -47,12 +51,11 @@ def replacing(path: str | Path) -> Iterator[Path]:
     make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        raise write_error(path, error) from error
+        with writing(path):
+            yield beside
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+            beside.replace(path)
     finally:
         with contextlib.suppress(OSError):  # what went wrong before is what the user should read
             beside.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -176,10 +176,7 @@ def set_apart(names: Sequence[str], share: int, most: int = 10**9) -> tuple[list
     >>> len(train), validation
     (96, ['train/cat/0.JPEG', 'train/cat/1.JPEG', 'train/dog/0.JPEG', 'train/dog/1.JPEG'])
     """
-    left: dict[str, int] = {}
-    for name in names:
-        left[_class_of(name)] = left.get(_class_of(name), 0) + 1
-    left = {name: min(most, max(1, count // share)) for name, count in left.items()}
+    left = {name: min(most, max(1, n // share)) for name, n in Counter(map(_class_of, names)).items()}
     kept: list[str] = []
     apart: list[str] = []
     for name in names:

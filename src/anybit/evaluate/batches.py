@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,10 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Return the same batch on a device."""
         return Batch(*moved_to(device, (self.args, self.kwargs, self.targets)))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the same batch with another tensor in the place of each."""
+        return Batch(*pytree.tree_map_only(Tensor, change, (self.args, self.kwargs, self.targets)))
 
     def mark(self) -> bytes:
         """Return a checksum that tells this batch from others."""

@@ -157,7 +157,8 @@ SIGNAL = "signal"
 """Why a value keeps many bits: it is the input of a network for sound or other measurements, or close to it."""
 
 
-def _given(point: Activation) -> bool:
+def given(point: Activation) -> bool:
+    """Tell whether the user said where a value lies."""
     return bool(point.ranges) and point.ranges[0][1].source == "given by the user"
 
 
@@ -174,7 +175,7 @@ class Calibration:
         if method not in OBSERVERS:
             raise SpecError(f"a calibration method is one of {', '.join(OBSERVERS)}; got {method!r}")
         self.made_up, self.source = made_up, source
-        wanted = [a for a in plan.activations if a.kind != "input" or not (_given(a) or a.because == SIGNAL)]
+        wanted = [a for a in plan.activations if a.kind != "input" or not (given(a) or a.because == SIGNAL)]
         wanted = [a for a in wanted if only is None or a.name in only]
         self.plan, self.points = plan, wanted
         self.observers = {a.name: OBSERVERS[method]() for a in wanted}

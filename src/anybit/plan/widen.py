@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from anybit.graph.view import Graph, Node, origins
-from anybit.plan.points import Plan
+from anybit.plan.observe import given
+from anybit.plan.points import Activation, Plan
 
 SHARE = 0.1
 """The part of a network's multiplications that may be wider than asked for."""
@@ -36,7 +37,7 @@ class Unit:
 def units_of(graph: Graph, plan: Plan, joined: Iterable[Sequence[str]], products: Iterable[Node]) -> list[Unit]:
     """Return what can be made wider, in the order of the network; whatever feeds no product that is known is left out.
 
-    What a convolution hands to a sum counts as that convolution.
+    What a convolution hands to a sum counts as that convolution. An input whose range the user gave stays as asked.
     """
     makers = graph.makers()
     fed: dict[str, set[str]] = {}
@@ -48,6 +49,8 @@ def units_of(graph: Graph, plan: Plan, joined: Iterable[Sequence[str]], products
     together = {name: tuple(group) for group in joined for name in group}
     found: dict[tuple[str, ...], set[str]] = {}
     for point in plan.points:
+        if isinstance(point, Activation) and point.kind == "input" and given(point):
+            continue
         place = point.place.removesuffix(".input") if point.kind == "input" else point.place
         own = fed.get(place, set())
         if point.kind == "accumulator":

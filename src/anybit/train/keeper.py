@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -61,34 +62,28 @@ class Stop:
         self._put_back()
 
 
+@dataclass
 class Keeper:
     """Writes the state of a run every so often, and when somebody wants it to stop.
 
-    Args:
-        run: The run folder, which only the leading process writes to.
-        here: Says what the run is; see `identity`.
-        place: Where it runs. Processes that train together save and stop at the same step.
-        every: Seconds between two states; zero saves after every step.
-        saved: The state to go on from.
-        stop: Knows whether the process was asked to stop.
-        say: Told what happens.
+    Of processes that train together the leading one writes; all save and stop at the same step.
     """
 
-    def __init__(
-        self,
-        run: RunFolder,
-        here: Callable[[], dict[str, Any]],
-        *,
-        place: Place,
-        every: float,
-        saved: Saved | None,
-        stop: Stop,
-        say: Say,
-    ) -> None:
-        self.run, self.path, self.here, self.place = run, run.state, here, place
-        self.every, self.saved, self.stop, self.say = every, saved, stop, say
-        self.resumed = () if saved is None else (*saved.resumed, saved.steps)
-        self._due = time.monotonic() + every
+    run: RunFolder
+    here: Callable[[], dict[str, Any]]
+    """Says what the run is; see `identity`."""
+    place: Place
+    every: float
+    """Seconds between two states; zero saves after every step."""
+    saved: Saved | None
+    """The state to go on from."""
+    stop: Stop
+    say: Say
+
+    def __post_init__(self) -> None:
+        self.path = self.run.state
+        self.resumed = (*self.saved.resumed, self.saved.steps) if self.saved else ()
+        self._due = time.monotonic() + self.every
         self._epoch = 0
 
     def start(self, moving: Moving, recipe: Recipe, steps: int) -> Position:

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from anybit.data import Batches, Dataset, Given
 from anybit.errors import NonFiniteError, SpecError
-from anybit.evaluate.batches import Batch, Takes
+from anybit.evaluate.batches import Takes
 from anybit.evaluate.sweep import evaluate, sweep
 from anybit.objectives.base import Penalty
 from anybit.objectives.gradient import GradientPenalty
@@ -82,7 +81,8 @@ def fit(
         if recipe.quantize.widths
         else None
     )
-    network = (folded or model).to(memory_format=_layout(recipe))  # type: ignore[call-overload]
+    layout = torch.channels_last if recipe.speed.channels_last else torch.contiguous_format
+    network = (folded or model).to(memory_format=layout)  # type: ignore[call-overload]
     network = place.joined(_compiled(network, place) if recipe.speed.compile else network)
     example = example_of(model, data, place.device)
     make = functools.partial(make_penalty, model=network, measure=not recipe.speed.compile, example=example)
@@ -125,7 +125,9 @@ def _epoch(
     for index, raw in enumerate(batches.after(at.index), start=at.index):
         number = at.epoch * len(batches) + index
         rate = _set_rate(moving.optimizer, number, recipe, len(batches))
-        batch = _laid_out(takes.split(raw).to(place.device), _layout(recipe))
+        batch = takes.split(raw).to(place.device)
+        if recipe.speed.channels_last:
+            batch = batch.mapped(lambda t: t.to(memory_format=torch.channels_last) if t.dim() == 4 else t)
         biggest = max(biggest, len(batch))
         if len(batch) < min(least, biggest) and place.processes == 1:
             continue  # a loader of the user's own may end in one example, which has no variance to normalize by
@@ -161,10 +163,6 @@ def _divides(penalty: Penalty) -> bool:
     return any(isinstance(part, GradientPenalty) and part.divides for part in getattr(penalty, "parts", [penalty]))
 
 
-def _layout(recipe: Recipe) -> torch.memory_format:
-    return torch.channels_last if recipe.speed.channels_last else torch.contiguous_format
-
-
 def _set_rate(optimizer: torch.optim.Optimizer, number: int, recipe: Recipe, epoch: int) -> float:
     """Give the optimizer the learning rate of a step; `epoch` is the number of steps in one."""
     rate = learning_rate(
@@ -177,16 +175,6 @@ def _set_rate(optimizer: torch.optim.Optimizer, number: int, recipe: Recipe, epo
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
-
-
-def _laid_out(batch: Batch, layout: torch.memory_format) -> Batch:
-    if layout == torch.contiguous_format:
-        return batch
-    change = {
-        k: pytree.tree_map_only(Tensor, lambda t: t.to(memory_format=layout) if t.dim() == 4 else t, v)
-        for k, v in vars(batch).items()
-    }
-    return Batch(**change)
 
 
 def _compiled(network: nn.Module, place: Place) -> nn.Module:
@@ -238,7 +226,7 @@ def train(
         here = functools.cache(functools.partial(identity, recipe, data, digest_of(model.state_dict()), place))
         saved = _resumed(run.state, here, place, tell) if resume else None
         with Stop() as stop:
-            keeper = Keeper(run, here, place=place, every=save_every, saved=saved, stop=stop, say=tell)
+            keeper = Keeper(run, here, place, save_every, saved, stop, tell)
             log: Log | None = run.log if place.leads else None
             if board and log is not None:
                 log = stack.enter_context(on_board(run.path / "tensorboard", log, start=saved.steps if saved else 0))

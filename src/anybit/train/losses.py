@@ -80,10 +80,9 @@ def losses(
         return (found, plain(outputs)) if loss is cross_entropy else found
 
     count = min(parts, max(1, len(batch) // least))
-    cut = [batch] if count == 1 else [_part(batch, i, count) for i in range(count)]
+
+    def cut_out(index: int) -> Batch:
+        return batch.mapped(lambda t: t.tensor_split(count)[index] if t.dim() else t)
+
+    cut = [batch] if count == 1 else map(cut_out, range(count))
     return [functools.partial(mean, part) for part in cut if len(part)]
-
-
-def _part(batch: Batch, index: int, count: int) -> Batch:
-    cut = pytree.tree_map_only(Tensor, lambda t: t.tensor_split(count)[index] if t.dim() else t, vars(batch))
-    return Batch(**cut)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from anybit.common.files import discard_partial, make_folder, write_error, write_json
+from anybit.common.files import discard_partial, make_folder, write_json, writing
 from anybit.common.provenance import origin
 from anybit.errors import FileError
 from anybit.train.recipe import Recipe
@@ -28,36 +28,16 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, recipe: Recipe) -> None:
-        self.path = Path(path)
-        self.recipe = recipe
+        self.path, self.recipe = Path(path), recipe
+        self.checkpoint, self.summary = self.path / "model.safetensors", self.path / "run.json"
+        self.state, self._partial = self.path / "state.safetensors", self.path / "log.partial"
         self._log: BinaryIO | None = None
-
-    @property
-    def checkpoint(self) -> Path:
-        """Where the weights go."""
-        return self.path / "model.safetensors"
-
-    @property
-    def state(self) -> Path:
-        """Where the state of an unfinished run goes."""
-        return self.path / "state.safetensors"
-
-    @property
-    def summary(self) -> Path:
-        """What is known about the run."""
-        return self.path / "run.json"
-
-    @property
-    def _partial(self) -> Path:
-        return self.path / "log.partial"
 
     def __enter__(self) -> RunFolder:
         """Take the folder for this process. Nothing in it is changed yet: a run that is refused leaves it as it was."""
         make_folder(self.path)
-        try:
+        with writing(self.path):
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise write_error(self.path, error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -79,7 +59,7 @@ class RunFolder:
                 f"{self._partial}: has {found} bytes, the state was saved with {kept}; put it back, or delete the "
                 "state and start again"
             )
-        try:
+        with writing(self._partial):
             for file in (self.checkpoint, self.state, self.summary):
                 discard_partial(file)
             if kept is None:  # first of all: a state without its log could not be gone on from
@@ -88,8 +68,6 @@ class RunFolder:
             self._log = self._partial.open("ab")
             self._log.truncate(kept or 0)  # takes back the lines of steps that will be taken again
             self._log.seek(0, os.SEEK_END)
-        except OSError as error:
-            raise write_error(self._partial, error) from error
 
     def write_summary(self, results: dict[str, Any], **more: Any) -> None:
         """Write `run.json`: the recipe, the seed, where and when it ran, and what came out so far."""
@@ -99,19 +77,15 @@ class RunFolder:
     def log(self, **values: Any) -> None:
         """Add one line to the log."""
         assert self._log is not None
-        try:
+        with writing(self._partial):
             self._log.write((json.dumps(values) + os.linesep).encode())
-        except OSError as error:
-            raise write_error(self._partial, error) from error
 
     def sync(self) -> int:
         """Bring the log to the disk; return its size in bytes."""
         assert self._log is not None
-        try:
+        with writing(self._partial):
             self._log.flush()
             os.fsync(self._log.fileno())
-        except OSError as error:
-            raise write_error(self._partial, error) from error
         return self._log.tell()
 
     def finish(self, results: dict[str, Any], **more: Any) -> None:
