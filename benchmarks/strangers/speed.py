@@ -6,8 +6,8 @@
 One thread. Every round runs each form of the network once on the same input, and the clock is the thread's own, which
 does not count what other programs take: a busy machine slows all forms alike. A ratio is the median of those within a
 round, with its quartiles. `quantize_static` is its file per channel as it comes, and with sums exact where the
-processor needs that for right answers (as anybit's 8-bit sessions are). Masters are made without helpers and from few
-inputs: that changes numbers and no kernel. Writes results/strangers-speed.json.
+processor needs that for right answers (as anybit's 8-bit sessions are). Masters are made without
+helpers and from few inputs: that changes numbers and no kernel. Writes results/strangers-speed.json.
 """
 
 from __future__ import annotations
