@@ -509,11 +509,15 @@ class Reader:
     def along(entry: dict[str, Any], values: Array, ndim: int) -> Array:
         return values.reshape([-1 if d == entry["axis"] else 1 for d in range(ndim)]) if "axis" in entry else values
 
+    @staticmethod
+    def symmetric(entry: dict[str, Any], bits: int) -> bool:
+        return entry.get("symmetric", True) or (entry.get("centred", False) and bits == 8)
+
     def grid(self, entry: dict[str, Any], weight: Array, bits: int) -> Scale:
         bits = self.width(entry, bits)
         if (own := self.fitted(entry, weight, bits)) is not None and own[0]:
             scale, zero = (self.along(entry, np.frombuffer(part, "<f4"), weight.ndim) for part in own[:2])
-            whole = grid_of(np.float32(-1), np.float32(1), bits, symmetric=entry.get("symmetric", True), signed=True)
+            whole = grid_of(np.float32(-1), np.float32(1), bits, symmetric=self.symmetric(entry, bits), signed=True)
             return dataclasses.replace(whole, scale=scale, zero=zero)
         others = tuple(d for d in range(weight.ndim) if d != entry.get("axis"))
         keep = "axis" in entry
@@ -523,7 +527,7 @@ class Reader:
             ends = [np.float32((2 ** (bits - 1) - 1) * clipped_scale(row.ravel(), bits)) for row in rows]
             high = np.reshape(np.array(ends, np.float32), np.shape(high))
             low = -high
-        grid = grid_of(low, high, bits, symmetric=entry.get("symmetric", True), signed=True)
+        grid = grid_of(low, high, bits, symmetric=self.symmetric(entry, bits), signed=True)
         own = np.where((low == 0) & (high == 0), np.float32(0), grid.scale)
         most = own.max() if own.max() > 0 else np.float32(1)
         return dataclasses.replace(grid, scale=np.maximum(own, np.float32(2.0**-16) * most))

@@ -239,7 +239,7 @@ def test_first_and_last_layers_can_be_spared(sensitive: Any, floor: int) -> None
 
 
 def test_how_sensitive_layers_are_treated_is_a_known_word() -> None:
-    with pytest.raises(SpecError, match="sensitive is one of same, 8-bit, float"):
+    with pytest.raises(SpecError, match="sensitive is one of same, 8-bit, measured, float"):
         anybit.prepare(small(), X, sensitive="first", preset="paper")  # type: ignore[arg-type]
 
 

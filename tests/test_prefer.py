@@ -251,7 +251,7 @@ def test_where_the_folder_cannot_be_written_the_note_goes_to_the_cache(
 
 def test_eight_bits_fuse_with_grids_that_are_fitted_to_both_ends(tmp_path: Path) -> None:
     points = tuple(
-        replace(p, axis=0, symmetric=False) if hasattr(p, "axis") else replace(p, symmetric=False)
+        replace(p, axis=0, symmetric=False, centred=True) if hasattr(p, "axis") else replace(p, symmetric=False)
         for p in with_weights()
     )
     write_master(tmp_path / "m.onnx", MODEL, header_with(points=points))

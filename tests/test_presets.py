@@ -81,6 +81,14 @@ def test_a_preset_fills_in_what_the_user_leaves_open() -> None:
         anybit.prepare(mobile(), X, method="median")
 
 
+def test_channels_share_their_zero_at_eight_bits_and_have_their_own_below() -> None:
+    net = anybit.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), X, input_range=(0, 1))
+    (weight,) = net.plan.weights
+    assert (weight.centred, weight.spec(8).symmetric, weight.spec(4).symmetric) == (True, True, False)
+    # What a file of before says nothing about is as it was.
+    assert not Weight("a", axis=0, symmetric=False).spec(8).symmetric
+
+
 def test_the_fewer_the_bits_the_narrower_the_range_without_data() -> None:
     """A normal value: all six standard deviations at 8 bits, two to three of them at 3."""
     torch.manual_seed(0)

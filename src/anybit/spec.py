@@ -82,7 +82,7 @@ class Bits:
             return cls.parse(value)
         if isinstance(value, tuple | list) and len(value) == 2:
             return cls(*value)
-        raise SpecError(f"{what} a pair (weights, activations) such as (8, 8); got {value!r:.60}")
+        raise SpecError(f'{what} a pair (weights, activations) such as (8, 8) or "W8A8"; got {value!r:.60}')
 
     def __str__(self) -> str:
         if self.weights == self.activations == FLOAT:
@@ -123,7 +123,7 @@ def layer_bits(layers: LayerWidths | None) -> dict[str, Bits]:
     {'layer4.*': Bits(weights=8, activations=8)}
     >>> layer_bits({"layer4.*": 8})
     Traceback (most recent call last):
-    anybit.errors.SpecError: the widths of 'layer4.*' are a pair (weights, activations) such as (8, 8); got 8
+    anybit.errors.SpecError: the widths of 'layer4.*' are a pair (weights, activations) such as (8, 8) or "W8A8"; got 8
     """
     return {pattern: Bits.of(pair, f"the widths of {pattern!r} are") for pattern, pair in (layers or {}).items()}
 

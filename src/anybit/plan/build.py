@@ -164,6 +164,7 @@ def _plain(graph: Graph, sites: Sites, layer: Node, settings: Settings, place: s
         shape=graph.constants[place].shape,
         axis=axis if settings.per_channel else None,
         symmetric=settings.symmetric,
+        centred=settings.per_channel and not settings.symmetric,
         channels=axis or 0,
         groups=layer.groups,
     )

@@ -40,6 +40,9 @@ class Weight:
 
     It never goes below the width `floor`, `because` of what it is.
 
+    With `centred` its grid is symmetric at 8 bits, whatever it is at others: integer kernels know one zero for all
+    channels, and a code less a zero of its own would need 9 bits.
+
     `channels` is the dimension that runs over output channels; `axis` the one with scales of its own. `tensor` is what
     the file calls it, where that is another name. `rounded` says for some widths which way each entry rounds.
     """
@@ -49,6 +52,7 @@ class Weight:
     shape: tuple[int, ...] = ()
     axis: int | None = None
     symmetric: bool = True
+    centred: bool = False
     floor: int = NARROWEST
     because: str = ""
     sums: bool = False
@@ -65,12 +69,8 @@ class Weight:
         return self.tensor or self.name
 
     def spec(self, bits: int) -> QuantSpec:
-        """Return the grid at a width.
-
-        Integer kernels know one zero for all channels, so with 8 bits each channel's is in the middle: with a zero of
-        its own a code less that zero would need 9.
-        """
-        return QuantSpec(bits, self.symmetric or (bits == 8 and self.axis is not None), axis=self.axis)
+        """Return the grid at a width."""
+        return QuantSpec(bits, self.symmetric or (self.centred and bits == 8), axis=self.axis)
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ _EXTRAS: dict[str, type[Any]] = {"rounded": Rounded, "shifts": Shift}
 
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("name", "tensor", "value", "kind", "weight", "input", "reason", "because"), ("a text", _text)),
-    **dict.fromkeys(("symmetric", "sums", "clip"), ("true or false", _only(lambda value: isinstance(value, bool)))),
+    **dict.fromkeys(("symmetric", "centred", "sums", "clip"), ("true or false", _only(lambda v: isinstance(v, bool)))),
     **dict.fromkeys(("axis", "channels"), ("a whole number from 0 on", _whole(0))),
     **dict.fromkeys(("file", "sha256"), ("a text", _text)),
     "bytes": ("a whole number from 1 on", _whole(1, 2**48)),
