@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "strangers"))
+sys.path.insert(
+    0, str(Path(__file__).parents[1] / "benchmarks" / "strangers")
+)  # before another folder that has a run.py
 
 import fetch
 import measures
