@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "benchmarks" / "strangers")
-)  # before another folder that has a run.py
+# In front: another folder of benchmarks has a run.py too.
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "strangers"))
 
 import fetch
 import measures
