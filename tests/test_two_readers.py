@@ -118,7 +118,11 @@ def nothing_made_up(*args: Any, **settings: Any) -> Any:
     raise DataError("without data, as `prepare` is")
 
 
-SETTINGS: list[dict[str, Any]] = [{"preset": "paper"}, {"preset": "paper", "per_channel": True}, {}]
+SETTINGS: list[dict[str, Any]] = [
+    {"preset": "paper"},
+    {"preset": "paper", "per_channel": True},
+    {"sensitive": "8-bit"},  # the rest by default; adopt also measures unless told not to
+]
 
 
 @pytest.mark.parametrize("name", ALL)
