@@ -70,7 +70,7 @@ def test_prepare_measures_when_it_is_asked_to() -> None:
     layers = [nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4), nn.Tanh()]
     model = nn.Sequential(*layers, nn.Linear(4, 3)).eval()
     with torch.no_grad():
-        layers[4].weight *= 30  # what feeds it must be known well
+        layers[4].weight *= 120  # what feeds it must be known well
     batches = [torch.randn(8, 16) for _ in range(2)]
     usual = anybit.prepare(model, batches[0], calibration=batches)
     net = anybit.prepare(model, batches[0], calibration=batches, sensitive="measured")
