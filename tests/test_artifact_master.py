@@ -35,7 +35,7 @@ sizes = st.lists(st.none() | st.integers(0, 9) | st.text(max_size=3), max_size=4
 floors = st.sampled_from([2, 8, 32])
 weights = st.builds(
     Weight, names, names, st.lists(st.integers(0, 9), max_size=4).map(tuple), st.none() | st.integers(0, 3),
-    st.booleans(), floors, names, st.booleans(), st.booleans(), st.integers(0, 3), st.integers(1, 9),
+    st.booleans(), st.booleans(), floors, names, st.booleans(), st.booleans(), st.integers(0, 3), st.integers(1, 9),
 )  # fmt: skip
 activations = st.builds(
     Activation, names, st.sampled_from(["activation", "input", "accumulator"]), names, sizes,
