@@ -535,7 +535,7 @@ with placed() as place:
             try:
                 train(bad, digits(), f"{folder}/bad")
             except ValueError as error:
-                print("refused:", error)
+                sys.stdout.write(f"refused: {error}\\n")  # whole lines: two processes write to one pipe
 """
 
 
