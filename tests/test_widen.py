@@ -108,3 +108,30 @@ def test_one_bad_point_of_a_hundred_is_found_in_a_few_tries(worst: int) -> None:
 
     assert [unit.names for _, unit in costs_most(units, harm)] == [(str(worst),)]
     assert len(tries) < 20
+
+
+def swishing(folder: Path, depth: int) -> tuple[Path, list[dict[str, np.ndarray]]]:
+    """Write a network whose sums are far larger than what a hard-swish lets through: 8 bits are few for them."""
+    net = Net(5)
+    feeds = [{"x": np.random.default_rng(i).normal(size=(1, 8, 12, 12)).astype(np.float32)} for i in range(4)]
+    x = net.input("x", feeds[0]["x"])
+    for _ in range(depth):
+        x = net.node("HardSwish", net.node("Conv", x, net.hold(6 * net.draw(8, 8, 1, 1))))
+        x = net.node("Tanh", x)
+    net.output(net.node("Conv", x, net.hold(net.draw(8, 8, 1, 1))))
+    path = folder / "plain.onnx"
+    onnx.save(net.model(), path)
+    return path, feeds
+
+
+def test_sums_get_more_bits_where_a_tenth_of_the_products_is_not_enough(tmp_path: Path) -> None:
+    plain, feeds = swishing(tmp_path, 12)
+    plan = anybit.adopt(plain, tmp_path / "wide.onnx", calibration=feeds)
+    usual = anybit.adopt(plain, tmp_path / "same.onnx", calibration=feeds, sensitive="8-bit")
+    sums = [point.name for point in usual.activations if point.kind == "accumulator"]
+    assert sums
+    assert set(sums) <= set(measured(plan))
+    bits = {"weights": 8, "activations": 8}
+    assert error(tmp_path / "wide.onnx", feeds, **bits) < error(tmp_path / "same.onnx", feeds, **bits)
+    shallow, feeds = swishing(tmp_path, 1)
+    assert not set(sums) & set(measured(anybit.adopt(shallow, tmp_path / "m.onnx", calibration=feeds)))
