@@ -214,6 +214,30 @@ def test_a_weight_changed_in_any_way_is_seen(change: str, kind: str, helpers: tu
         assert torch.equal(fresh(x), after)
 
 
+def test_what_was_rounded_while_a_weight_was_another_is_not_used() -> None:
+    net, x = small(helpers="bias"), torch.randn(6, 8)
+    found = {}
+    for bits in (4, 3, 4, 3):
+        net.set_bits(weights=bits, activations=8)
+        with torch.no_grad():
+            assert torch.equal(found.setdefault(bits, net(x)), net(x))
+    weight = net.weights[net.plan.weights[0].name].data
+    kept = weight.clone()
+    for bits, again in ((5, 5), (4, 4), (4, 3), (2, 4)):  # widths that are new, and widths used before
+        weight.mul_(1.5)
+        net.set_bits(weights=bits, activations=8)
+        net.set_bits(weights=bits, activations=6)
+        weight.copy_(kept)
+        fresh = small(helpers="bias")
+        for activations in (6, 8):
+            for one in (net, fresh):
+                one.set_bits(weights=again, activations=activations)
+            with torch.no_grad():
+                assert torch.equal(net(x), fresh(x)), (bits, again)
+        with torch.no_grad():
+            assert again not in found or torch.equal(net(x), found[again])
+
+
 def test_numbers_are_those_of_the_weights_as_they_are_now() -> None:
     net = small()
     net.set_bits(weights=4, activations=8)
