@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
-from anybit.artifact.coverage import coverage, table_rows
+from anybit.artifact.coverage import cast_values, coverage, table_rows
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import STORES, Header
 from anybit.artifact.inputs import inputs_of
@@ -203,12 +203,6 @@ def _set_bias(maker: NodeProto, layer: NodeProto, bias: str) -> None:
         maker.input[:] = [*maker.input[:2], bias]
 
 
-def _cast(model: OnnxModel) -> set[str]:
-    """Return what is made a whole number: letters or other names for things, even where their type is another one."""
-    kinds = {TensorProto.INT32, TensorProto.INT64}
-    return {n.input[0] for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i in kinds}
-
-
 def _calibrated(
     model: OnnxModel,
     watch: Calibration,
@@ -231,7 +225,7 @@ def _calibrated(
         return watch.done()
     engine = compile_model(watched, exact=False, threads=None, where=where)
     if feeds is None:
-        feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, whole=_cast(model), where=where)
+        feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, whole=cast_values(model), where=where)
     wanted = [value for value in engine.get_inputs() if value.type in TYPES]
     seen = False
     for feed in remembered(feeds, some):

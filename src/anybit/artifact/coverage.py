@@ -145,7 +145,8 @@ def counted(
         return {}
     try:
         engine = compile_model(probe, exact=False, threads=None, where=where)
-        given = made_up_inputs(engine, ids=table_rows(model), interval={}, where=where)[0] if feed is None else feed
+        ids, whole = table_rows(model), cast_values(model)
+        given = made_up_inputs(engine, ids=ids, interval={}, whole=whole, where=where)[0] if feed is None else feed
         values: dict[str, Array] = {
             v.name: given[v.name].astype(TYPES[v.type], copy=False) for v in engine.get_inputs()
         }
@@ -184,6 +185,12 @@ def table_rows(model: OnnxModel) -> int:
     }
     tables = [dims[node.input[0]][0] for node in model.graph.node if node.op_type == "Gather" and node.input[0] in dims]
     return min(tables, default=10)
+
+
+def cast_values(model: OnnxModel) -> set[str]:
+    """Return what is made a whole number: letters or other names for things, even where their type is another one."""
+    kinds = {TensorProto.INT32, TensorProto.INT64}
+    return {n.input[0] for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i in kinds}
 
 
 def summary(plan: Plan, found: Coverage) -> list[str]:
