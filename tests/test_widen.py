@@ -12,10 +12,10 @@ from stranger_builder import Net
 from torch import nn
 
 import anybit
-from anybit.artifact.coverage import Coverage
+from anybit.artifact.coverage import Coverage, summary
 from anybit.artifact.master import open_master
 from anybit.plan.points import Plan
-from anybit.plan.widen import MEASURED, SHARE, Unit, costs_most, worth_it
+from anybit.plan.widen import MEASURED, SHARE, SUM, Unit, costs_most, worth_it
 
 
 def bottleneck(folder: Path) -> tuple[Path, list[dict[str, np.ndarray]]]:
@@ -130,8 +130,13 @@ def test_sums_get_more_bits_where_a_tenth_of_the_products_is_not_enough(tmp_path
     usual = anybit.adopt(plain, tmp_path / "same.onnx", calibration=feeds, sensitive="8-bit")
     sums = [point.name for point in usual.activations if point.kind == "accumulator"]
     assert sums
-    assert set(sums) <= set(measured(plan))
+    assert {plan.activation(name).floor for name in sums} == {16}
+    assert {plan.activation(name).because for name in sums} <= {SUM, MEASURED}
+    found = Coverage(**open_master(tmp_path / "wide.onnx").header.about["quantized"])
+    assert found.measured is not None
+    assert found.measured <= SHARE
+    assert any(SUM in line for line in summary(plan, found))
     bits = {"weights": 8, "activations": 8}
     assert error(tmp_path / "wide.onnx", feeds, **bits) < error(tmp_path / "same.onnx", feeds, **bits)
     shallow, feeds = swishing(tmp_path, 1)
-    assert not set(sums) & set(measured(anybit.adopt(shallow, tmp_path / "m.onnx", calibration=feeds)))
+    assert SUM not in {p.because for p in anybit.adopt(shallow, tmp_path / "m.onnx", calibration=feeds).points}

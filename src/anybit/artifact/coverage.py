@@ -24,7 +24,7 @@ from anybit.graph.from_onnx import attributes, read_onnx
 from anybit.graph.view import Graph, Node, origins
 from anybit.plan.points import Plan, Weight
 from anybit.plan.sites import PRODUCTS
-from anybit.plan.widen import MEASURED, units_of
+from anybit.plan.widen import MEASURED, SUM, units_of
 from anybit.spec import FLOAT, NARROWEST
 
 Array = npt.NDArray[Any]
@@ -211,7 +211,7 @@ def summary(plan: Plan, found: Coverage) -> list[str]:
 
 def _wide(plan: Plan, found: Coverage) -> list[str]:
     """Say which layers keep more bits than the others, and why."""
-    wide = [p for p in plan.points if (isinstance(p, Weight) and p.floor > NARROWEST) or p.because == MEASURED]
+    wide = [p for p in plan.points if (isinstance(p, Weight) and p.floor > NARROWEST) or p.because in (MEASURED, SUM)]
     lines = []
     for floor, because in dict.fromkeys((point.floor, point.because) for point in wide):
         names = [point.name for point in wide if (point.floor, point.because) == (floor, because)]

@@ -19,7 +19,7 @@ from anybit.errors import DataError
 from anybit.graph.from_onnx import read_onnx
 from anybit.plan.numbers import Kept
 from anybit.plan.points import Plan, Widths
-from anybit.plan.widen import SHARE, TRIES, Unit, costs_most, units_of, with_floors, worth_it
+from anybit.plan.widen import SHARE, SUM, TRIES, Unit, costs_most, units_of, with_floors, worth_it
 from anybit.spec import FLOAT, WIDEST, Bits
 
 Array = npt.NDArray[Any]
@@ -108,7 +108,7 @@ class _Widening:
         """Give all sums more bits, if that makes the error smaller."""
         plan = self.master.plan
         sums = [Unit((p.name,), frozenset()) for p in plan.activations if p.kind == "accumulator" and p.ranges]
-        wider = with_floors(plan, sums, WIDEST)
+        wider = with_floors(plan, sums, WIDEST, SUM)
         if sum(self._errors(wider.widths(bits))) < sum(self._errors(plan.widths(bits))):
             self.master = replace(self.master, header=replace(self.master.header, plan=wider))
 
