@@ -26,9 +26,15 @@ def cut(master: Master, names: Iterable[str], known: Collection[str]) -> tuple[M
     model = master.model.copy()
     nodes, used = _between(model.graph, names, known)
     set_nodes(model.graph, nodes)
-    given = {value.name for value in model.graph.input}
-    fresh = sorted(used.intersection(known) - given)
-    model.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in fresh)
+    given = {value.name: value for value in model.graph.input if value.name in used}
+    fresh = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, None)
+        for n in sorted(used.intersection(known))
+        if n not in given
+    ]
+    inputs = [*given.values(), *fresh]
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
     return replace(master, model=model), used
 
 
