@@ -35,8 +35,8 @@ from anybit.spec import FLOAT, Bits, Range, widths_of
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Array]
 
-ROWS = 16384
-"""Rows of a layer's input that are looked at, at least; more for kernels with many inputs."""
+ROWS, TIMES = 4096, 24
+"""Rows of a layer's input that are looked at, at least, and for each input of its kernel."""
 
 BATCH = 32
 """Inputs that are run at a time."""
@@ -209,7 +209,7 @@ class _Width:
         seen = {id(use): Seen() for _, use in uses}
         fresh = {point for _, use in uses for point in use.points if self.widths[point] != FLOAT}
         draw = np.random.default_rng(0)
-        rows = {w.name: -(-max(ROWS, 4 * _inputs(w)) // len(self.now.feeds)) for w in (layer.weight for layer in stage)}
+        rows = {w.name: -(-max(ROWS, TIMES * _inputs(w)) // len(self.now.feeds)) for w in (layer.weight for layer in stage)}
         for index, (now, exact) in enumerate(self._values([use.value for _, use in uses], fresh)):
             if index == 0:
                 self._set_ranges(uses, now, rows)
