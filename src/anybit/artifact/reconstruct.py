@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 
 from anybit.artifact.layers import Layer, Use, complete, layers_of
 from anybit.artifact.master import Master, open_master, write_master
+from anybit.artifact.model import names_in
 from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import compile_model
 from anybit.artifact.segments import Known, behind, cut
@@ -154,6 +155,8 @@ def runner(
     apart = {weight.name: FLOAT for weight in plan.weights if weight.place not in used}
     numbers = Numbers(plan, {**widths, **apart}, master.tensors, Kept(2**28) if kept is None else kept)
     model, exact = quantized_graph(piece, numbers, packed=False)
+    used = names_in(model.graph)
+    model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])
     inner = [name for name in names if name not in master.inputs and name not in known]
     ends = {value.name: value for value in model.graph.output}
     wanted = [ends.get(name) or helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inner]
@@ -209,7 +212,8 @@ class _Width:
         seen = {id(use): Seen() for _, use in uses}
         fresh = {point for _, use in uses for point in use.points if self.widths[point] != FLOAT}
         draw = np.random.default_rng(0)
-        rows = {w.name: -(-max(ROWS, TIMES * _inputs(w)) // len(self.now.feeds)) for w in (layer.weight for layer in stage)}
+        count = len(self.now.feeds)
+        rows = {w.name: -(-max(ROWS, TIMES * _inputs(w)) // count) for w in (layer.weight for layer in stage)}
         for index, (now, exact) in enumerate(self._values([use.value for _, use in uses], fresh)):
             if index == 0:
                 self._set_ranges(uses, now, rows)
