@@ -42,10 +42,13 @@ def onnxruntime() -> Any:
     return onnxruntime
 
 
-def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: str, optimize: bool = True) -> Any:
+def compile_model(
+    model: OnnxModel, *, exact: bool, threads: int | None, where: str, optimize: bool = True, spin: bool = True
+) -> Any:
     """Return a session of ONNX Runtime for a model; one that it does not take is an error that names the file.
 
-    Without `optimize` it runs node by node, as it is written.
+    Without `optimize` it runs node by node, as it is written; without `spin` its threads sleep between runs, and leave
+    the processor to whoever looks at the results.
     """
     ort = onnxruntime()
     options = ort.SessionOptions()
@@ -54,6 +57,8 @@ def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: 
     if threads is not None:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
+    if not spin:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if exact and sums_saturate():
