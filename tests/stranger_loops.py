@@ -62,6 +62,25 @@ def loop_with_layers(net: Net) -> None:
     net.output(all_of_them)
 
 
+@LOOPS.add("a Loop that reads a value of a layer outside, transposed, which feeds another layer outside too")
+def loop_reads_what_is_turned(net: Net) -> None:
+    x = net.node("Transpose", net.node("Relu", net.dense(net.x(4, 16), 16, 12)), perm=[1, 0])
+    inner = Net(6)
+    inner.count = 3000
+    inner.inputs = [
+        helper.make_tensor_value_info("turn", TensorProto.INT64, []),
+        helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+        helper.make_tensor_value_info("state", TensorProto.FLOAT, [4]),
+    ]
+    inner.output(inner.node("Identity", "go_on"), [], TensorProto.BOOL)
+    inner.output(inner.node("Tanh", inner.node("Add", "state", inner.node("Gather", x, "turn", axis=0))), [4])
+    times, true = net.hold(np.array(12, np.int64)), net.hold(np.array(True))
+    last = net.node("Loop", times, true, net.hold(np.zeros(4, np.float32)), body=inner.graph("body"))
+    sides = net.node("ReduceSum", last)
+    first = net.node("Slice", x, *(net.hold(np.array([n])) for n in (0, 6, 0)))
+    net.output(net.node("Add", net.dense(first, 4, 6), sides))
+
+
 # Recurrent layers
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from anybit.models import build_model
 from anybit.plan.build import PRESETS, Settings
 from anybit.plan.checked import output_error, relative_error
 from anybit.plan.codes import encode
-from anybit.plan.points import Weight
+from anybit.plan.observe import Calibration
+from anybit.plan.points import Activation, Plan, Weight
+from anybit.spec import Range
 
 X = torch.rand(4, 3, 16, 16)
 
@@ -212,6 +215,18 @@ def test_made_up_inputs_leave_room_and_replace_what_means_nothing(tmp_path: Any)
     narrow = points["bent"].range_at(4)
     assert narrow is not None
     assert narrow.high < found.high
+
+
+def test_the_range_of_a_layer_norm_reaches_as_far_as_made_up_inputs() -> None:
+    known = Activation(
+        "y", "activation", ranges=((32, Range(-3.0, 3.0, "layer norm n")), (4, Range(-2.0, 2.0, "layer norm n")))
+    )
+    other = replace(known, name="z", ranges=((32, Range(-3.0, 3.0, "batch norm b")),))
+    watch = Calibration(Plan((known, other)), "min-max", made_up=True)
+    watch.update({name: np.array([-1.0, 20.0], np.float32) for name in "yz"})
+    found = {a.name: dict(a.ranges) for a in watch.done().activations}
+    assert [str(found["y"][bits]) for bits in (32, 4)] == ["[-3, 20]", "[-2, 2]"]
+    assert str(found["z"][32]) == "[-3, 3]"
 
 
 def test_rounding_that_keeps_sums_is_for_layers_only() -> None:

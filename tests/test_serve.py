@@ -24,9 +24,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from stranger_graphs import CASES
 from test_artifact_small import MODEL, header_with, small_master
 from test_feeding import read_one
 
+from anybit.artifact.adopt import adopt
 from anybit.artifact.bench import footprint
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import Header
@@ -705,6 +707,25 @@ def test_networks_without_pictures_or_classes_are_shown(tmp_path: Path, shape: l
         assert found["seen"] is None
         with pytest.raises(DataError, match=r"takes no picture but input 'x' .*; upload an \.npy or \.npz file"):
             app.model.predict(PNG, Bits())
+
+
+def test_a_strangers_file_with_several_inputs_and_a_branch(tmp_path: Path) -> None:
+    case = CASES["if_with_layers"]
+    onnx.save(case.build(), tmp_path / "plain.onnx")
+    adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx", calibration=[case.feed()])
+    app = make_app(tmp_path / "m.onnx")
+    assert "input 'sr' (one number, int64)" in app.about()["takes"]
+    file, feed = io.BytesIO(), case.feed()
+    np.savez(file, **feed)
+    session = load(tmp_path / "m.onnx")
+    session.set_bits(weights=4, activations=8)
+    want = session.run(feed)
+    found = app.model.predict(file.getvalue(), Bits(4, 8))
+    assert found["outputs"][0].endswith(f"from {want.min():.4g} to {want.max():.4g}")
+    with pytest.raises(
+        DataError, match=r"holds one array, but the network has 2 inputs; upload an \.npz file with x, sr"
+    ):
+        app.model.predict(saved(feed["x"]), Bits(4, 8))
 
 
 def test_an_output_that_is_not_finite_is_told(tmp_path: Path) -> None:

@@ -119,6 +119,13 @@ def test_what_a_loop_says_of_its_shapes_is_not_believed(tmp_path: Path) -> None:
         assert distance(found[key], value) < 0.1
 
 
+def test_bytes_that_a_loop_reads_from_outside_do_not_crash_the_runtime(tmp_path: Path) -> None:
+    path, feed = saved("loop_reads_what_is_turned", tmp_path), CASES["loop_reads_what_is_turned"].feed()
+    found = adopted(path, feed, [feed], sensitive="same")  # all points are at 8 bits, none wider by measurement
+    for name, wanted in floats(path, feed).items():
+        assert distance(found[name], wanted) < CLOSE
+
+
 @pytest.mark.parametrize("name", PROBED)
 def test_the_odd_weight_is_quantized(name: str, tmp_path: Path) -> None:
     if name in IN_FLOAT:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 # In front: another folder of benchmarks has a run.py too.
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "strangers"))
@@ -73,12 +75,28 @@ def test_what_falls_short_is_said() -> None:
     good += [row("magika", "anybit without data", "W8A8", 0.93)]
     assert run.misses(good) == []
     peer = row("magika", "quantize_static per channel", "W8A8", 0.99, summary={"weights": 0.9})
-    assert run.misses([*good, peer]) == ["magika, anybit, W8A8: 0.980 of 0.990"]
+    assert run.misses([*good, peer]) == [("magika", "anybit", "W8A8", 0.98, 0.99)]
     assert run.misses([*good, {**peer, "summary": {"weights": 0.1}}]) == []
     assert run.misses(good[:1]) == [
-        "magika, anybit, W4A8: none of 0.800", "magika, anybit without data, W8A8: none of 0.900",
+        ("magika", "anybit", "W4A8", None, 0.8), ("magika", "anybit without data", "W8A8", None, 0.9),
     ]  # fmt: skip
     assert run.misses([row("quantized-turns", "anybit without data", "refused", 0.0)]) != []
+
+
+def test_what_costs_a_mark_is_printed_below_it() -> None:
+    rows = [row("magika", "anybit", "W8A8", 0.9), row("magika", "anybit", "W4A8", 0.95)]
+    worst = [
+        {"first": "a", "last": "c", "points": 3, "share": 0.5},
+        {"first": "d", "last": "d", "points": 1, "share": 0.2},
+    ]
+    known = {"file": "magika", "tool": "anybit", "bits": "W8A8", "worst": worst, "weights": 0.99, "activations": 0.91}
+    console = Console(record=True, width=300, file=io.StringIO())
+    run.show_misses(rows, [known, {**known, "bits": "W4A8"}], console)
+    said = console.export_text().splitlines()
+    assert said[0] == "short of its mark: magika, anybit, W8A8: 0.900 of 0.970"
+    assert "weights alone keep 0.990, activations alone 0.910" in said[1]
+    assert "a to c (3 points, 50%), d (1 points, 20%)" in said[1]
+    assert said[2] == "short of its mark: magika, anybit without data, W8A8: none of 0.900"
 
 
 def test_names_of_packages_are_known() -> None:

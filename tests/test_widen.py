@@ -12,10 +12,10 @@ from stranger_builder import Net
 from torch import nn
 
 import anybit
-from anybit.artifact.coverage import Coverage
+from anybit.artifact.coverage import Coverage, summary
 from anybit.artifact.master import open_master
 from anybit.plan.points import Plan
-from anybit.plan.widen import MEASURED, SHARE, Unit, costs_most, worth_it
+from anybit.plan.widen import MEASURED, SHARE, SUM, Unit, costs_most, worth_it
 
 
 def bottleneck(folder: Path) -> tuple[Path, list[dict[str, np.ndarray]]]:
@@ -108,3 +108,35 @@ def test_one_bad_point_of_a_hundred_is_found_in_a_few_tries(worst: int) -> None:
 
     assert [unit.names for _, unit in costs_most(units, harm)] == [(str(worst),)]
     assert len(tries) < 20
+
+
+def swishing(folder: Path, depth: int) -> tuple[Path, list[dict[str, np.ndarray]]]:
+    """Write a network whose sums are far larger than what a hard-swish lets through: 8 bits are few for them."""
+    net = Net(5)
+    feeds = [{"x": np.random.default_rng(i).normal(size=(1, 8, 12, 12)).astype(np.float32)} for i in range(4)]
+    x = net.input("x", feeds[0]["x"])
+    for _ in range(depth):
+        x = net.node("HardSwish", net.node("Conv", x, net.hold(6 * net.draw(8, 8, 1, 1))))
+        x = net.node("Tanh", x)
+    net.output(net.node("Conv", x, net.hold(net.draw(8, 8, 1, 1))))
+    path = folder / "plain.onnx"
+    onnx.save(net.model(), path)
+    return path, feeds
+
+
+def test_sums_get_more_bits_where_a_tenth_of_the_products_is_not_enough(tmp_path: Path) -> None:
+    plain, feeds = swishing(tmp_path, 12)
+    plan = anybit.adopt(plain, tmp_path / "wide.onnx", calibration=feeds)
+    usual = anybit.adopt(plain, tmp_path / "same.onnx", calibration=feeds, sensitive="8-bit")
+    sums = [point.name for point in usual.activations if point.kind == "accumulator"]
+    assert sums
+    assert {plan.activation(name).floor for name in sums} == {16}
+    assert {plan.activation(name).because for name in sums} <= {SUM, MEASURED}
+    found = Coverage(**open_master(tmp_path / "wide.onnx").header.about["quantized"])
+    assert found.measured is not None
+    assert found.measured <= SHARE
+    assert any(SUM in line for line in summary(plan, found))
+    bits = {"weights": 8, "activations": 8}
+    assert error(tmp_path / "wide.onnx", feeds, **bits) < error(tmp_path / "same.onnx", feeds, **bits)
+    shallow, feeds = swishing(tmp_path, 1)
+    assert SUM not in {p.because for p in anybit.adopt(shallow, tmp_path / "m.onnx", calibration=feeds).points}

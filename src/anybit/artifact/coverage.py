@@ -24,7 +24,7 @@ from anybit.graph.from_onnx import attributes, read_onnx
 from anybit.graph.view import Graph, Node, origins
 from anybit.plan.points import Plan, Weight
 from anybit.plan.sites import PRODUCTS
-from anybit.plan.widen import MEASURED, units_of
+from anybit.plan.widen import MEASURED, SUM, units_of
 from anybit.spec import FLOAT, NARROWEST
 
 Array = npt.NDArray[Any]
@@ -145,7 +145,8 @@ def counted(
         return {}
     try:
         engine = compile_model(probe, exact=False, threads=None, where=where)
-        given = made_up_inputs(engine, ids=table_rows(model), interval={}, where=where)[0] if feed is None else feed
+        ids, whole = table_rows(model), cast_values(model)
+        given = made_up_inputs(engine, ids=ids, interval={}, whole=whole, where=where)[0] if feed is None else feed
         values: dict[str, Array] = {
             v.name: given[v.name].astype(TYPES[v.type], copy=False) for v in engine.get_inputs()
         }
@@ -186,6 +187,12 @@ def table_rows(model: OnnxModel) -> int:
     return min(tables, default=10)
 
 
+def cast_values(model: OnnxModel) -> set[str]:
+    """Return what is made a whole number: letters or other names for things, even where their type is another one."""
+    kinds = {TensorProto.INT32, TensorProto.INT64}
+    return {n.input[0] for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i in kinds}
+
+
 def summary(plan: Plan, found: Coverage) -> list[str]:
     """Say in a few lines what of a network is quantized, what is not, and where the ranges came from."""
     counted = found.multiplications
@@ -204,7 +211,7 @@ def summary(plan: Plan, found: Coverage) -> list[str]:
 
 def _wide(plan: Plan, found: Coverage) -> list[str]:
     """Say which layers keep more bits than the others, and why."""
-    wide = [p for p in plan.points if (isinstance(p, Weight) and p.floor > NARROWEST) or p.because == MEASURED]
+    wide = [p for p in plan.points if (isinstance(p, Weight) and p.floor > NARROWEST) or p.because in (MEASURED, SUM)]
     lines = []
     for floor, because in dict.fromkeys((point.floor, point.because) for point in wide):
         names = [point.name for point in wide if (point.floor, point.because) == (floor, because)]

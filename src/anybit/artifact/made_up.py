@@ -6,7 +6,7 @@ Ranges from such inputs are a guess, and say so. They are far better than none: 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,14 @@ SECONDS = 60.0
 
 SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((1,), (32,), (512,)),
-    2: ((128,), (512,), (576,), (32,), (2048,)),
+    2: ((32,), (128,), (512,), (576,), (2048,)),
     3: ((100, 100), (160, 160), (32, 32), (512, 512)),
     4: ((224, 224), (48, 320), (32, 320), (64, 256), (640, 640), (416, 416)),
 }
 """What free sizes are tried as, by the number of dimensions; the first one is a batch of one."""
+
+SOUND = ((4096,), *SIZES[2])
+"""The same for two dimensions of floating-point numbers: sound, most of the time."""
 
 LARGEST = 2**20
 """A remembered size from which on it is taken for a mistake."""
@@ -37,6 +40,9 @@ SAMPLES = 256
 NUMBERS = (1, 16000)
 """What a lone whole number is tried as: a flag, or a sampling rate."""
 
+BOUNDS = {"min": 0.0, "max": 8000.0}
+"""What a lone number with a fraction is, by a word in its name: sound has pitches up to half its sampling rate."""
+
 
 def made_up_inputs(
     engine: Any,
@@ -44,6 +50,7 @@ def made_up_inputs(
     ids: int,
     interval: Mapping[str, tuple[float, float]],
     usual: Mapping[str, tuple[int, ...]] | None = None,
+    whole: Container[str] = (),
     where: str,
 ) -> list[dict[str, Array]]:
     """Return a few inputs that a compiled network takes.
@@ -53,6 +60,7 @@ def made_up_inputs(
         ids: Whole numbers are drawn below this: the rows of its smallest table.
         interval: Where floating-point inputs lie, for those of which it is known.
         usual: Shapes to try first, 0 where a size is not known.
+        whole: Inputs that are whole numbers whatever their type says.
         where: The file, for errors.
 
     Raises:
@@ -62,8 +70,10 @@ def made_up_inputs(
     if unknown := [value.type for value in inputs if value.type not in TYPES]:
         raise DataError(f"{where}: inputs of {unknown[0]} cannot be made up; pass calibration inputs")
     reason = ""
-    for shapes, number in itertools.product(_shapes(inputs, usual or {}), NUMBERS):
-        feeds = [_feed(inputs, shapes, number, ids, interval, np.random.default_rng(seed)) for seed in range(COUNT)]
+    for shapes, number in itertools.product(_shapes(inputs, usual or {}, whole), NUMBERS):
+        feeds = [
+            _feed(inputs, shapes, number, ids, interval, whole, np.random.default_rng(seed)) for seed in range(COUNT)
+        ]
         try:
             run_in_time(engine, None, feeds[0], SECONDS)
         except TooSlow as error:  # another size would hardly be faster
@@ -86,21 +96,25 @@ def shapes_in(values: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
     return {n: s for n, s in shapes.items() if all(isinstance(size, int) and 0 < size < LARGEST for size in s)}
 
 
-def _shapes(inputs: list[Any], usual: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
+def _shapes(
+    inputs: list[Any], usual: Mapping[str, tuple[int, ...]], whole: Container[str]
+) -> Iterator[dict[str, tuple[int, ...]]]:
     """Yield sizes for all inputs together: a size that several share is the same everywhere."""
-    most = max((len(value.shape) for value in inputs if any(not isinstance(s, int) for s in value.shape)), default=1)
-    for sizes in SIZES.get(most, ((16, 16),)):
+    free = [value for value in inputs if any(not isinstance(size, int) for size in value.shape)]
+    most = max((len(value.shape) for value in free), default=1)
+    long = most == 2 and all(_floats(value, whole) for value in free)
+    for sizes in SOUND if long else SIZES.get(most, ((16, 16),)):
         known: dict[str, int] = {}
         shapes = {}
         for value in inputs:
-            free = iter(itertools.chain(sizes, itertools.repeat(sizes[-1])))
+            left = iter(itertools.chain(sizes, itertools.repeat(sizes[-1])))
             shape = []
             for d, size in enumerate(value.shape):
                 own = usual.get(value.name, ())
                 if isinstance(size, int) or (d < len(own) and own[d]):
                     shape.append(size if isinstance(size, int) else own[d])
                     continue
-                wanted = 1 if d == 0 and len(value.shape) > 1 else next(free)
+                wanted = 1 if d == 0 and len(value.shape) > 1 else next(left)
                 shape.append(known.setdefault(str(size), wanted) if size else wanted)
             shapes[value.name] = tuple(shape)
         yield shapes
@@ -112,13 +126,16 @@ def _feed(
     number: int,
     ids: int,
     interval: Mapping[str, tuple[float, float]],
+    whole: Container[str],
     rng: np.random.Generator,
 ) -> dict[str, Array]:
     lengths = [size for shape in shapes.values() for size in shape[1:2]]
     feed: dict[str, Array] = {}
     for value in inputs:
         kind, shape = TYPES[value.type], shapes[value.name]
-        if np.issubdtype(kind, np.floating):
+        if _floats(value, whole) and not shape and (bound := _bound(value.name)) is not None:
+            array = np.asarray(bound)
+        elif _floats(value, whole):
             array = sound(shape, rng) if 0 < len(shape) < 4 and shape[-1] >= SAMPLES else picture(shape, rng)
             low, high = interval.get(value.name, (-1.0, 1.0))
             array = low + (high - low) * array
@@ -130,18 +147,27 @@ def _feed(
     return feed
 
 
+def _bound(name: str) -> float | None:
+    """Return what shuts nothing out, for a lone number that says from where or up to where something counts."""
+    return next((value for word, value in BOUNDS.items() if word in name.lower()), None)
+
+
+def _floats(value: Any, whole: Container[str]) -> bool:
+    return bool(np.issubdtype(TYPES[value.type], np.floating)) and value.name not in whole
+
+
 def sound(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """Return numbers from 0 to 1 around a half: a few tones that swell and fade over faint noise, some loud, some soft.
+    """Return numbers from 0 to 1 around a half: a voice that swells and falls silent over noise, some loud, some soft.
 
     >>> x = sound((1, 512), np.random.default_rng(0))
     >>> x.shape, bool(abs(x.mean() - 0.5) < 0.1 and (x >= 0).all() and (x <= 1).all())
     ((1, 512), True)
     """
     time = np.arange(shape[-1])
-    tones = [np.sin(2 * np.pi * (rng.uniform(0.002, 0.2) * time + rng.uniform())) for _ in range(6)]
-    swell = np.abs(np.sin(np.pi * (time / rng.uniform(500, 4000) + rng.uniform())))
-    loud = np.exp(rng.uniform(np.log(0.02), np.log(0.6)))
-    wave = loud * (swell * np.mean(tones, axis=0) + 0.1 * rng.normal(size=shape))
+    pitch, noise, loud = np.exp(rng.uniform(np.log((0.004, 1e-5, 0.02)), np.log((0.04, 0.1, 0.6))))
+    tones = [np.sin(2 * np.pi * (pitch * k * time + rng.uniform())) for k in range(1, 12)]
+    swell = np.maximum(np.sin(np.pi * (time / rng.uniform(500, 4000) + rng.uniform())), 0)
+    wave = loud * (swell * np.mean(tones, axis=0) + noise * rng.normal(size=shape))
     return np.asarray(np.clip(0.5 + 0.5 * wave, 0, 1))
 
 

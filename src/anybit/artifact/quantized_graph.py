@@ -24,7 +24,7 @@ from onnx import NodeProto, helper, numpy_helper
 
 from anybit.artifact.check import OPSET
 from anybit.artifact.master import Master
-from anybit.artifact.model import OnnxModel
+from anybit.artifact.model import OnnxModel, all_graphs
 from anybit.artifact.weight_nodes import (
     largest,
     transposed,
@@ -113,7 +113,9 @@ class Flow:
         layers = [node for node in graph.node if node.op_type in LAYERS]
         # A constant weight that is not in codes stays in floating point.
         floating = [node for node in layers if node.input[1] not in codes and node.input[1] not in self._makers]
-        self.whole = narrow.difference(*(self._sources(node.input[0]) for node in floating))
+        # ONNX Runtime moves bytes through operators that hand them on, and crashes where a branch or a loop reads them.
+        inner = [v for part in all_graphs(graph) if part is not graph for node in part.node for v in node.input if v]
+        self.whole = narrow.difference(*map(self._sources, [*(node.input[0] for node in floating), *inner]))
         self.inputs: dict[tuple[str, str], str] = {}
         for node in layers:
             sources = self._sources(node.input[0])

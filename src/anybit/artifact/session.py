@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anybit.artifact.bounds import memory_advice
-from anybit.artifact.coverage import table_rows
+from anybit.artifact.coverage import cast_values, table_rows
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.inputs import Input, inputs_of
 from anybit.artifact.made_up import made_up_inputs, shapes_in
@@ -241,6 +241,7 @@ class Session:
                 ids=table_rows(self.master.model),
                 interval={name: (r.low, r.high) for name, r in ranges.items()},
                 usual=usual,
+                whole=cast_values(self.master.model),
                 where=str(self.master.path),
             )[0]
         except DataError as error:

@@ -19,7 +19,7 @@ from anybit.errors import DataError
 from anybit.graph.from_onnx import read_onnx
 from anybit.plan.numbers import Kept
 from anybit.plan.points import Plan, Widths
-from anybit.plan.widen import SHARE, TRIES, Unit, costs_most, units_of, with_floors, worth_it
+from anybit.plan.widen import SHARE, SUM, TRIES, Unit, costs_most, units_of, with_floors, worth_it
 from anybit.spec import FLOAT, WIDEST, Bits
 
 Array = npt.NDArray[Any]
@@ -32,6 +32,8 @@ WORK = 5e10
 """How many multiplications all runs may take together, if one input each is less: a minute or so."""
 FINE = 1e-4
 """A squared error of the outputs, relative to their spread, below which nothing is done."""
+COARSE = 1e-2
+"""Above this, what sums hand on gets more bits too: that costs no multiplications, but time in the runtime."""
 
 STEPS = ((Bits(8, 8), WIDEST), (Bits(4, FLOAT), 8))
 """Widths at which points are looked at, and the width that those which cost most there never go below."""
@@ -99,6 +101,16 @@ class _Widening:
             if max(before) > FINE:
                 narrow = [unit for unit in units if any(widths[name] == bits.weights for name in unit.names)]
                 self._step(narrow, floor, bits, before)
+            if floor == WIDEST and max(self._errors(self.master.plan.widths(bits))) > COARSE:
+                self._widen_sums(bits)
+
+    def _widen_sums(self, bits: Bits) -> None:
+        """Give all sums more bits, if that makes the error smaller."""
+        plan = self.master.plan
+        sums = [Unit((p.name,), frozenset()) for p in plan.activations if p.kind == "accumulator" and p.ranges]
+        wider = with_floors(plan, sums, WIDEST, SUM)
+        if sum(self._errors(wider.widths(bits))) < sum(self._errors(plan.widths(bits))):
+            self.master = replace(self.master, header=replace(self.master.header, plan=wider))
 
     def _step(self, units: Sequence[Unit], floor: int, bits: Bits, before: Sequence[float]) -> None:
         """Give the units that cost most at a width another floor, if that makes the error smaller."""

@@ -191,14 +191,17 @@ class Calibration:
         for point in self.points:
             ranges = self.observers[point.name].ranges(point)
             if self.made_up:
-                if point.kind == "input" or not _far_off(point, ranges[FLOAT]):
+                if point.kind == "input":
+                    continue
+                if not _far_off(point, ranges[FLOAT]):
+                    found[point.name] = _reaching(point, ranges[FLOAT])
                     continue
                 ranges = roomier(ranges, point)
             found[point.name] = tuple((b, replace(r, source=self.source or r.source)) for b, r in ranges.items())
         return self.plan.with_ranges(found)
 
 
-MADE_UP = "made-up inputs"
+MADE_UP, LAYER_NORM = "made-up inputs", "layer norm"
 ROOM, MUCH_ROOM = 2.0, 8.0
 """How much larger real values may be than those of made-up inputs, where bits are there to spare: a few, or many."""
 SPARE = 7
@@ -226,6 +229,20 @@ def roomier(ranges: dict[int, Range], point: Activation) -> dict[int, Range]:
     room = MUCH_ROOM if point.floor >= WIDEST else ROOM
     found = {FLOAT: Range(low * room, high * room, MADE_UP)}
     return found | {b: replace(r, source=MADE_UP) for b, r in ranges.items() if b < SPARE}
+
+
+def _reaching(point: Activation, seen: Range) -> tuple[tuple[int, Range], ...]:
+    """Return ranges without data; those of a layer norm reach as far as made-up inputs do, where bits are to spare.
+
+    It fixes the spread over all channels; a few channels may lie far outside, as they do in transformers.
+    """
+
+    def reaching(bits: int, known: Range) -> Range:
+        if bits < SPARE or not known.source.startswith(LAYER_NORM):
+            return known
+        return replace(known, low=min(known.low, seen.low), high=max(known.high, seen.high))
+
+    return tuple((bits, reaching(bits, known)) for bits, known in point.ranges)
 
 
 def _far_off(point: Activation, seen: Range) -> bool:

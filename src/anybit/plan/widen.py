@@ -21,6 +21,8 @@ LITTLE = 0.01
 """Points that cost less than this part of the error are not worth more bits."""
 MEASURED = "measured error"
 """Why a point keeps more bits."""
+SUM = "sum, measured error"
+"""The same for what a convolution hands on, which is no operand of a multiplication."""
 
 Error = Callable[[Collection[str]], float]
 """The squared error of the outputs, relative to their spread, when these points alone are rounded."""
@@ -117,10 +119,10 @@ def worth_it(blamed: Sequence[tuple[float, Unit]], sizes: Mapping[str, int], tak
         found.append(best)
 
 
-def with_floors(plan: Plan, units: Iterable[Unit], floor: int) -> Plan:
+def with_floors(plan: Plan, units: Iterable[Unit], floor: int, because: str = MEASURED) -> Plan:
     """Return the plan with these points never below a width."""
     names = {name for unit in units for name in unit.names}
     points = (
-        replace(p, floor=floor, because=MEASURED) if p.name in names and p.floor < floor else p for p in plan.points
+        replace(p, floor=floor, because=because) if p.name in names and p.floor < floor else p for p in plan.points
     )
     return replace(plan, points=tuple(points))

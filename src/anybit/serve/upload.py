@@ -67,6 +67,9 @@ def read_upload(data: bytes, takes: Sequence[Input], how: Preprocessing | None) 
 
 
 def _read_arrays(data: bytes, ending: str, takes: Sequence[Input]) -> Feed:
+    if ending == ".npy" and len(takes) > 1:
+        names = ", ".join(value.name for value in takes)
+        raise DataError(f"holds one array, but the network has {len(takes)} inputs; upload an .npz file with {names}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"upload{ending}"
         path.write_bytes(data)
