@@ -33,8 +33,8 @@ def read_array(path: Path) -> npt.NDArray[Any]:
     return array
 
 
-def read_arrays(path: Path, names: Sequence[str] | None = None) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays in an .npz file, or those of them that are named."""
+def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays in an .npz file."""
     try:
         # Opened here, because np.load leaves a damaged archive open.
         with path.open("rb") as raw, warnings.catch_warnings():
@@ -46,15 +46,10 @@ def read_arrays(path: Path, names: Sequence[str] | None = None) -> dict[str, npt
             if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
                 raise ValueError("no archive of several arrays")
             with file:
-                wanted = file.files if names is None else names
-                if missing := [name for name in wanted if name not in file]:
-                    advice = f"save it with np.savez(path, {missing[0]}=..., ...)"
-                    raise DataError(f"{path}: lacks {', '.join(missing)}; {advice}")
-                _check_sizes(file.zip, path, wanted)
-                return {name: file[name] for name in wanted}
+                _check_sizes(file.zip, path, file.files)
+                return {name: file[name] for name in file.files}
     except FileNotFoundError as error:
-        listed = f" with {', '.join(names)}" if names else ""
-        raise DataError(f"{path}: no such file; an .npz file{listed} is expected here") from error
+        raise DataError(f"{path}: no such file; an .npz file is expected here") from error
     except DataError:
         raise
     except Exception as error:  # a damaged archive fails in a dozen ways, each with an exception of its own

@@ -103,7 +103,6 @@ class Graph:
     """Nodes that are folded away, each with the layer that now makes its output."""
     scaled: dict[str, Array] = field(default_factory=dict)
     """What equalizing multiplied constants by, shaped to broadcast."""
-    order: list[str] = field(default_factory=list)
 
     def makers(self) -> dict[str, Node]:
         """Return the node that makes each value."""
