@@ -47,16 +47,11 @@ class Variant:
 class Fold:
     """A layer and the batch norm behind it, all by the names that their tensors have in the model."""
 
-    weight: str
-    bias: str
-    old: str | None
-    gamma: str | None
-    beta: str | None
-    mean: str
-    var: str
+    layer: Node
+    bias: str | None
+    """The layer's bias before it was folded."""
+    names: Mapping[str, str | None]
     eps: float
-    axis: int
-    groups: int
 
 
 class Live:
@@ -97,7 +92,9 @@ class Live:
         built = build(graph, settings[0])
         self._places, self._joined = built.places, built.joined
         self._folds = [
-            _fold(layer, old[layers[id(layer)]], self._norms[norm.output], norm.norm) for norm, layer in graph.removed
+            Fold(layer, old[layers[id(layer)]], self._norms[node.output], node.norm.eps)
+            for node, layer in graph.removed
+            if node.norm is not None
         ]
         apply_changes(self.body, graph)
         splice(self.body, graph, built)
@@ -231,8 +228,8 @@ class Live:
         """Return what stands in for every parameter and buffer of the body: the model's, folded and scaled."""
         tensors = self.tensors()
         for f in self._folds:
-            weight, bias = folded(*_operands(f, tensors), axis=f.axis, groups=f.groups)
-            tensors[f.weight], tensors[f.bias] = weight, bias
+            weight, bias = folded(*_operands(f, tensors), axis=f.layer.axis, groups=f.layer.groups)
+            tensors[f.layer.inputs[1]], tensors[f.layer.inputs[2]] = weight, bias
         for name, factor in self.variant.scaled.items():
             tensors[name] = wide(tensors[name]) * factor
         return {shell: tensors[name] for shell, name in self._shells.items() if name in tensors}
@@ -257,31 +254,16 @@ def _norm_names(origin: fx.Node) -> dict[str, str | None]:
     return {part: str(arg.target) if isinstance(arg, fx.Node) else None for part, arg in held.items()}
 
 
-def _fold(layer: Node, old: str | None, names: Mapping[str, str | None], norm: Norm | None) -> Fold:
-    assert norm is not None
-    mean, var = names["mean"], names["var"]
-    assert mean is not None
-    assert var is not None
-    return Fold(
-        layer.inputs[1],
-        layer.inputs[2],
-        old,
-        names["gamma"],
-        names["beta"],
-        mean,
-        var,
-        norm.eps,
-        layer.axis,
-        layer.groups,
-    )
-
-
 def _operands(f: Fold, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Norm]:
     """Return weight, bias and batch norm as tensors in float32."""
-    mean, var = wide(tensors[f.mean]), wide(tensors[f.var])
-    gamma = torch.ones_like(var) if f.gamma is None else wide(tensors[f.gamma])
-    beta, bias = (torch.zeros_like(var) if n is None else wide(tensors[n]) for n in (f.beta, f.old))
-    return wide(tensors[f.weight]), bias, Norm(gamma, beta, mean, var, f.eps)  # type: ignore[arg-type]
+    held = {part: wide(tensors[name]) for part, name in {**f.names, "bias": f.bias}.items() if name is not None}
+    gamma, beta, bias = (held.get(k, torch.full_like(held["var"], v)) for k, v in _ABSENT.items())
+    norm = Norm(gamma, beta, held["mean"], held["var"], f.eps)  # type: ignore[arg-type]
+    return wide(tensors[f.layer.inputs[1]]), bias, norm
+
+
+_ABSENT = {"gamma": 1.0, "beta": 0.0, "bias": 0.0}
+"""What stands for a tensor that a layer or its batch norm does not have."""
 
 
 def _fuse(body: fx.GraphModule) -> None:
