@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from anybit.artifact.bounds import memory_advice
 from anybit.artifact.coverage import table_rows
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.inputs import Input, inputs_of
@@ -26,7 +25,7 @@ from anybit.artifact.made_up import made_up_inputs, shapes_in
 from anybit.artifact.master import Master, open_master
 from anybit.artifact.prefer import ASKED, WEIGHTS, Notes, Times, check_preference, fastest, forms, interleaved
 from anybit.artifact.quantized_graph import quantized_graph
-from anybit.artifact.runtime import TYPES, compile_model
+from anybit.artifact.runtime import TYPES, compile_model, memory_advice
 from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.plan.numbers import Kept, Numbers

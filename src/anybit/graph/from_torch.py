@@ -217,9 +217,8 @@ def _read_item(module: fx.GraphModule, node: fx.Node, new: Node) -> None:
     assert isinstance(source, fx.Node)
     target: Any = source.target
     if target in SPLITTING and isinstance(source.args[0], fx.Node):
-        dim = source.args[2 if target is not aten.unbind.int else 1] if len(source.args) > 2 else 0
-        dim = source.args[1] if target is aten.unbind.int and len(source.args) > 1 else dim
-        place = _dim(dim, _rank(source.args[0]))
+        at = 1 if target is aten.unbind.int else 2
+        place = _dim(source.args[at] if len(source.args) > at else 0, _rank(source.args[0]))
         gone = view.reduced([place], keep=False) if target is aten.unbind.int else view.except_for([place])
         new.kind, new.inputs, new.follow = "pass", [_value(source.args[0])], gone
     elif target is BATCH_NORM and index == 0:
