@@ -68,8 +68,7 @@ def _free_sizes(graph: onnx.GraphProto) -> None:
         for d, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.dim_value < 1 and not dim.dim_param:
                 dim.dim_param = f"{value.name}_{d}"
-    inner = [value for part in list(all_graphs(graph))[1:] for value in part.output]
-    for value in [*graph.output, *inner]:
+    for value in graph.output:
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.ClearField("shape")
 

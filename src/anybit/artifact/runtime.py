@@ -171,7 +171,5 @@ def memory_advice(reason: str) -> str:
     """
     if "smaller than requested bytes" not in reason and "Failed to allocate memory" not in reason:
         return ""
-    gigabytes = (_limited[0] if _limited else WORKING_MEMORY) / 2**30
-    return (
-        f"; it wants more than {gigabytes:g} GB to work with: take smaller batches or pictures, or set {MEMORY_SETTING}"
-    )
+    limit = f"{(_limited[0] if _limited else WORKING_MEMORY) / 2**30:g} GB"
+    return f"; it wants more than {limit} to work with: take smaller batches or pictures, or set {MEMORY_SETTING}"
