@@ -30,7 +30,7 @@ class Total:
     kl: float = 0.0
     n: int = 0
     labelled: bool = True
-    marks: list[bytes] = field(default_factory=list)
+    marks: list[str] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     """In floating point, as far as other widths are compared with them."""
 
