@@ -20,8 +20,7 @@ from anybit.artifact.bounds import check_sizes
 from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite
 from anybit.common.text import printable, quoted
 from anybit.errors import FileError, SpecError
-from anybit.graph.from_onnx import OPSET as OPSET
-from anybit.graph.from_onnx import outlined, subgraphs
+from anybit.graph.onnx_nodes import OPSET, outlined, subgraphs
 from anybit.plan.extras import decompress
 from anybit.plan.points import Bias, Weight
 

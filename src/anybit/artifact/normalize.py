@@ -13,7 +13,7 @@ from onnx.inliner import inline_local_functions
 
 from anybit.artifact.model import OnnxModel, all_graphs, set_nodes
 from anybit.errors import FileError
-from anybit.graph.from_onnx import used_by
+from anybit.graph.onnx_nodes import used_by
 
 QUANTIZED = {
     "QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearConcat",

@@ -16,7 +16,7 @@ from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_
 from anybit.artifact.normalize import as_bytes, normalize
 from anybit.common.text import printable
 from anybit.errors import FileError
-from anybit.graph.from_onnx import OPSET, computed, outlined
+from anybit.graph.onnx_nodes import OPSET, computed, outlined
 
 Array = npt.NDArray[Any]
 

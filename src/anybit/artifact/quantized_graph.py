@@ -22,7 +22,6 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-from anybit.artifact.check import OPSET
 from anybit.artifact.master import Master
 from anybit.artifact.model import OnnxModel, set_nodes
 from anybit.artifact.weight_nodes import (
@@ -33,6 +32,7 @@ from anybit.artifact.weight_nodes import (
     weight_tensors,
     with_one_zero,
 )
+from anybit.graph.onnx_nodes import OPSET
 from anybit.plan.codes import Codes
 from anybit.plan.grid import Grid
 from anybit.plan.numbers import Numbers

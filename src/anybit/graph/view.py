@@ -177,6 +177,11 @@ def stays(d: int) -> tuple[int, int]:
     return d, 1
 
 
+def shifted(by: int) -> Follow:
+    """There are so many more dimensions in front."""
+    return lambda d: (d + by, 1)
+
+
 def permuted(perm: Iterable[int]) -> Follow:
     """Dimension `perm[i]` goes to place i.
 
