@@ -24,7 +24,7 @@ from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, 
 
 from anybit.artifact.model import OnnxModel, set_nodes
 from anybit.artifact.runtime import compile_model
-from anybit.common.text import printable
+from anybit.common.text import explaining, printable
 from anybit.errors import FileError
 
 MOST_ENTRIES = 2**28
@@ -85,10 +85,9 @@ def _settled(model: onnx.ModelProto, *, where: str, strict: bool) -> dict[str, S
 
 def _shapes(model: onnx.ModelProto, *, where: str, strict: bool) -> dict[str, Sizes]:
     """Return the sizes of all values that have a known number of dimensions; a free one is None."""
-    try:  # without ONNX's own propagation of data, which unfolds any range to its full length
+    with explaining(FileError, f"{where}: the graph is no valid ONNX"):
+        # Without ONNX's own propagation of data, which unfolds any range to its full length.
         graph = onnx.shape_inference.infer_shapes(model, check_type=strict, strict_mode=strict).graph
-    except Exception as error:  # the C++ side raises what it likes
-        raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
     found = {v.name: _sizes(v.type) for v in [*graph.input, *graph.value_info, *graph.output]}
     found |= {t.name: tuple(t.dims) for t in graph.initializer}
     return {name: sizes for name, sizes in found.items() if sizes is not None}
@@ -168,10 +167,8 @@ def _computed(
     part.graph.initializer.extend(tensor for name, tensor in held.items() if name in used)
     part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     engine = compile_model(OnnxModel(part), exact=False, threads=1, where=where, optimize=False)
-    try:
+    with explaining(FileError, f"{where}: its constants cannot be computed"):
         return dict(zip(names, engine.run(None, {}), strict=True))
-    except Exception as error:  # ONNX Runtime has no common base for its exceptions
-        raise FileError(f"{where}: its constants cannot be computed ({printable(error, 200)})") from error
 
 
 def _check_constants(graph: GraphProto, shapes: Mapping[str, Sizes], held: Mapping[str, int], *, where: str) -> None:

@@ -18,7 +18,7 @@ from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 
 from anybit.artifact.bounds import check_sizes
 from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite
-from anybit.common.text import printable, quoted
+from anybit.common.text import explaining, printable, quoted
 from anybit.errors import FileError, SpecError
 from anybit.graph.onnx_nodes import OPSET, outlined, subgraphs
 from anybit.plan.extras import decompress
@@ -219,10 +219,8 @@ def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, 
     shapeless = [kind for kind in ends if not kind.HasField("shape")]
     for kind in shapeless:  # the checker wants shapes that some files lack, and looks no further
         kind.shape.SetInParent()
-    try:
+    with explaining(FileError, f"{where}: the graph is no valid ONNX"):
         onnx.checker.check_model(probe)
-    except Exception as error:
-        raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
     for kind in shapeless:
         kind.ClearField("shape")
     check_sizes(probe, outside, where=where, strict=strict)

@@ -12,7 +12,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from anybit.artifact.model import OnnxModel
-from anybit.common.text import printable
+from anybit.common.text import explaining, printable
 from anybit.errors import DataError, FileError, SpecError
 
 EXACT = "session.x64quantprecision"
@@ -64,12 +64,9 @@ def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: 
     values = [ort.OrtValue.ortvalue_from_numpy(model.array(tensor)) for tensor in outside]
     if outside:
         options.add_external_initializers([tensor.name for tensor in outside], values)
-    try:
+    with explaining(FileError, f"{where}: ONNX Runtime does not take this graph"):
         data = model.proto.SerializeToString()
         engine = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime has no common base for its exceptions
-        reason = printable(error, 200)
-        raise FileError(f"{where}: ONNX Runtime does not take this graph ({reason})") from error
     engine.large_tensors = values  # it computes on the arrays themselves, so they must live as long as it does
     return engine
 

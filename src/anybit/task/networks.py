@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from anybit.artifact.feeding import Preprocessing
 from anybit.common.named import by_name, is_code
-from anybit.common.text import did_you_mean, first_line, quoted
-from anybit.errors import AnybitError, SpecError
+from anybit.common.text import did_you_mean, explaining, first_line, quoted
+from anybit.errors import SpecError
 from anybit.models import MODELS, build_model
 from anybit.task.checkpoint import named_like
 
@@ -108,14 +108,10 @@ def _named(word: str, classes: int | None, *, pretrained: bool) -> nn.Module:
             f"{word} needs {PACKAGES[package]}, which cannot be imported ({error}); run: pip install "
             f"{PACKAGES[package]}"
         ) from error
-    try:
+    # An unknown name, or no way to the weights.
+    what = f"{word}: {PACKAGES[package]} cannot make it"
+    with explaining(SpecError, what, "; give weights, or another name", first_line):
         model = _BUILDERS[package](library, name, classes, pretrained)
-    except AnybitError:
-        raise
-    except Exception as error:  # an unknown name, or no way to the weights: every package has its own exceptions
-        raise SpecError(
-            f"{word}: {PACKAGES[package]} cannot make it ({first_line(error)}); give weights, or another name"
-        ) from error
     assert isinstance(model, nn.Module)
     return model.eval()
 
