@@ -7,10 +7,10 @@ logits = session.run(x)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,10 +86,11 @@ class Session:
 
     def __init__(self, master: Master, *, threads: int | None = None, keep: int = 8, prefer: str = "widths") -> None:
         self.master, self.prefer = master, check_preference(prefer)
-        self._threads, self._keep = threads, keep
+        self._threads = threads
         self._forms: dict[tuple[int, ...], str] = {}
-        self._compiling, self._looking, self._measuring = threading.Lock(), threading.Lock(), threading.Lock()
-        self._cache: OrderedDict[tuple[int, ...], Compiled] = OrderedDict()
+        self._compiling, self._measuring = threading.Lock(), threading.Lock()
+        self._kept = Kept(KEEP_BYTES, most=keep)
+        self._now = Compiled(Bits(), (), None, 0)
         self._now = self._compiled(Bits(), None, "widths")
         self._takes = [Wanted(value.name, value.type, value.shape) for value in self._now.engine.get_inputs()]
         self._names = set(self.inputs), self.outputs
@@ -150,11 +151,12 @@ class Session:
         form = ASKED
         if prefer == "speed":
             form, numbers = self._fastest(numbers)
-        key = tuple(numbers.widths.values())
-        found = self._kept(key)
-        if found is None:
-            with self._compiling:  # one at a time; runs and switches to kept widths go on meanwhile
-                found = self._kept(key) or self._compile(bits, key, numbers)
+        key, found = tuple(numbers.widths.values()), self._now
+        if found.key != key:
+            # One is compiled at a time; runs and switches to kept widths go on meanwhile.
+            with contextlib.nullcontext() if key in self._kept else self._compiling:
+                make = functools.partial(self._compile, bits, key, numbers)
+                found = self._kept.get(key, make, lambda made: made.nbytes)
         return found._replace(bits=bits, form=form)
 
     def _fastest(self, numbers: Numbers) -> tuple[str, Numbers]:
@@ -181,26 +183,12 @@ class Session:
         runs = {form: functools.partial(engine.run, None, feed) for form, engine in engines.items()}
         return interleaved(runs, clock=time.thread_time if self._threads == 1 else time.perf_counter)
 
-    def _kept(self, key: tuple[int, ...]) -> Compiled | None:
-        with self._looking:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-            return self._cache.get(key)
-
     def _compile(self, bits: Bits, key: tuple[int, ...], numbers: Numbers) -> Compiled:
-        made = Compiled(bits, key, *self._engine(numbers))
-        with self._looking:
-            self._cache[key] = made
-            while len(self._cache) > 1 and (len(self._cache) > self._keep or self._held() > KEEP_BYTES):
-                self._cache.popitem(last=False)
-        return made
+        return Compiled(bits, key, *self._engine(numbers))
 
     def _engine(self, numbers: Numbers) -> tuple[Any, int]:
         model, exact = quantized_graph(self.master, numbers, packed=False)
         return compile_model(model, exact=exact, threads=self._threads, where=str(self.master.path)), model.nbytes
-
-    def _held(self) -> int:
-        return sum(entry.nbytes for entry in self._cache.values())
 
     def run(self, x: Inputs) -> Any:
         """Return what the network makes of `x`: an array, or a dict of them by name if there are several outputs.
