@@ -29,7 +29,6 @@ from anybit.artifact.runtime import TYPES, compile_model, memory_advice
 from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.plan.numbers import Kept, Numbers
-from anybit.plan.points import Plan
 from anybit.spec import Bits, LayerWidths
 
 Array = npt.NDArray[Any]
@@ -82,18 +81,24 @@ class Session:
     """A master at one width at a time. `run` and `set_bits` may be called from any number of threads.
 
     A switch is one assignment at its very end: every run sees the old width or the new one, whole.
+
+    Attributes:
+        plan: What is quantized, over which range, and where the range came from.
+        inputs: The names of the network's inputs.
+        outputs: The names of its outputs.
     """
 
     def __init__(self, master: Master, *, threads: int | None = None, keep: int = 8, prefer: str = "widths") -> None:
         self.master, self.prefer = master, check_preference(prefer)
+        self.plan, self.inputs, self.outputs = master.plan, master.inputs, master.outputs
         self._threads = threads
         self._forms: dict[tuple[int, ...], str] = {}
         self._compiling, self._measuring = threading.Lock(), threading.Lock()
         self._kept = Kept(KEEP_BYTES, most=keep)
         self._now = Compiled(Bits(), (), None, 0)
         self._now = self._compiled(Bits(), None, "widths")
+        self._wanted = set(self.inputs)
         self._takes = [Wanted(value.name, value.type, value.shape) for value in self._now.engine.get_inputs()]
-        self._names = set(self.inputs), self.outputs
 
     @property
     def bits(self) -> Bits:
@@ -106,16 +111,6 @@ class Session:
         return self._now.form
 
     @property
-    def plan(self) -> Plan:
-        """What is quantized, over which range, and where the range came from."""
-        return self.master.plan
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The names of the network's inputs."""
-        return self.master.inputs
-
-    @property
     def takes(self) -> tuple[Input, ...]:
         """The network's inputs: name, type and shape of each."""
         return inputs_of(self.master.graph.graph, self.plan)
@@ -124,11 +119,6 @@ class Session:
     def feeding(self) -> Preprocessing:
         """How pictures become inputs, and the names of the classes, as the master tells them."""
         return Preprocessing.of(self.master.header.about, where=str(self.master.path))
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of the network's outputs."""
-        return self.master.outputs
 
     def set_bits(
         self, *, weights: int, activations: int, layers: LayerWidths | None = None, prefer: str | None = None
@@ -210,7 +200,7 @@ class Session:
             raise DataError(
                 f"{self.master.path}: this input cannot be run ({printable(error, 300)}){advice}"
             ) from error
-        outputs = dict(zip(self._names[1], results, strict=True))
+        outputs = dict(zip(self.outputs, results, strict=True))
         return (results[0] if len(results) == 1 else outputs), now.bits
 
     def example(self) -> dict[str, Array]:
@@ -235,7 +225,7 @@ class Session:
 
     def _feed(self, x: Inputs) -> dict[str, Array]:
         given = x if isinstance(x, Mapping) else {self.inputs[0]: x}
-        if set(given) != self._names[0]:
+        if given.keys() != self._wanted:
             raise DataError(
                 f"{self.master.path}: the network takes {', '.join(self.inputs)}; got {', '.join(map(str, given))}"
             )
