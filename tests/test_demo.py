@@ -9,9 +9,8 @@ import pytest
 from anybit import demo
 from anybit.common.progress import Advance
 from anybit.pages.rows import read_rows
-from anybit.spec import Bits
+from anybit.spec import Bits, Row
 from anybit.task.checkpoint import load_model
-from anybit.train.search import choose_strongest
 from anybit.train.side_by_side import SideBySide, one_by_one
 
 FEW = tuple(Bits(w, a) for w in (32, 4, 2) for a in (32, 4, 2))
@@ -19,12 +18,11 @@ FEW = tuple(Bits(w, a) for w in (32, 4, 2) for a in (32, 4, 2))
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same experiment with one epoch each, fewer strengths and fewer widths."""
+    """The same experiment with one epoch each and fewer widths."""
     for name in ("BASE", "TUNE"):
         recipe = getattr(demo, name)
         small = dataclasses.replace(recipe, epochs=1, model=dataclasses.replace(recipe.model, multiplier=0.25))
         monkeypatch.setattr(demo, name, small)
-    monkeypatch.setattr(demo, "STRENGTHS", (0.001, 0.003))
     monkeypatch.setattr(demo, "GRID", FEW)
 
 
@@ -40,26 +38,26 @@ def test_the_whole_way_leaves_rows_checkpoints_and_a_page(tmp_path: Path) -> Non
 
         return advance
 
-    result = demo.run_demo(tmp_path, seeds=(0, 1), start=start, workers=1)  # type: ignore[arg-type]
+    made = demo.run_demo(tmp_path, seeds=(0, 1), start=start, workers=1)  # type: ignore[arg-type]
     file = read_rows(tmp_path / "rows.json")
-    assert file.rows == result.file.rows
+    assert file.rows == made.rows
     assert len(file.rows) == 2 * 2 * len(FEW)
-    assert {row.label for row in file.rows} == {demo.PLAIN, demo.PENALIZED}
+    assert {row.label for row in file.rows} == {demo.PLAIN, demo.TRAINED}
     assert {row.seed for row in file.rows} == {0, 1}
     text = (tmp_path / "report.html").read_text()
     assert text.count('class="heat"') == 3  # the difference, and each of the two
     assert len(text) < 300_000
     assert "missing" not in text
     assert all(total == done for total, done in bars.values())
-    assert set(result.validation) == {0.0, 0.001, 0.003}
     for seed in (0, 1):
         _, base = load_model(tmp_path / f"base-{seed}" / "model.safetensors")
-        for value in (0.0, result.strength):
-            _, about = load_model(tmp_path / f"tune-{value:g}-{seed}" / "model.safetensors")
-            assert about["recipe"]["penalty"]["weight"] == about["recipe"]["penalty"]["activation"] == value
+        folders = [tmp_path / f"{name}-training-{seed}" for name in ("usual", "any-width")]
+        for folder, any_width in zip(folders, (False, True), strict=True):
+            _, about = load_model(folder / "model.safetensors")
+            assert about["recipe"]["penalty"]["any_width"] is any_width
             assert about["recipe"]["epochs"] == base["recipe"]["epochs"]
             assert about["recipe"]["init"].endswith(f"base-{seed}/model.safetensors")
-        logs = [(tmp_path / f"tune-{v:g}-{seed}" / "log.jsonl").read_text().splitlines() for v in (0.0, 0.003)]
+        logs = [(folder / "log.jsonl").read_text().splitlines() for folder in folders]
         assert len(logs[0]) == len(logs[1])  # the same number of steps
         first = [json.loads(log[0]) for log in logs]
         assert first[0]["loss"] == pytest.approx(first[1]["loss"])  # from the same weights, on the same batch
@@ -70,8 +68,8 @@ def test_side_by_side_gives_the_same_numbers(tmp_path: Path) -> None:
     """Processes import the module anew and see its own settings, so only sweeping is shared out here."""
     demo.run_demo(tmp_path, seeds=(0,), workers=1)
     jobs = [
-        (tmp_path / "tune-0-0", demo.PLAIN, 0, FEW, "paper"),
-        (tmp_path / "tune-0.001-0", demo.PENALIZED, 0, FEW, "paper"),
+        (tmp_path / "usual-training-0", demo.PLAIN, 0, FEW, "paper"),
+        (tmp_path / "any-width-training-0", demo.TRAINED, 0, FEW, "paper"),
     ]
     drawn = {"here": 0, "there": 0}
 
@@ -88,18 +86,11 @@ def test_side_by_side_gives_the_same_numbers(tmp_path: Path) -> None:
     assert [[row.accuracy for row in part] for part in here] == [[row.accuracy for row in part] for part in there]
 
 
-def test_the_strongest_harmless_strength_is_chosen() -> None:
-    validation = {0.0: 0.98, 0.001: 0.985, 0.003: 0.971, 0.006: 0.969, 0.012: 0.975}
-    assert choose_strongest(validation, tolerance=0.01) == 0.012
-    assert choose_strongest({0.0: 0.98, 0.1: 0.5}, tolerance=0.01) == 0.0
-
-
-def test_the_text_says_how_the_strength_was_chosen() -> None:
-    first, second = demo.describe(0.003, {0.0: 0.98, 0.003: 0.975, 0.1: 0.5})
-    assert first.endswith("the only difference is the gradient l1 penalty, λ = 0.003.")
-    assert second.endswith("(0: 98.0 %, 0.003: 97.5 %, 0.1: 50.0 %).")
-
-
 def test_the_text_says_what_the_default_settings_do() -> None:
-    text = demo.describe(0.003, {0.0: 0.99, 0.003: 0.985}, {demo.SHOWN[1]: 0.9512})
-    assert text[-1].endswith("With anybit's default settings the network without penalty has 95.1 % at W3A3.")
+    rows = [
+        Row(label, seed, bits.weights, bits.activations, accuracy, None, 450)
+        for label, accuracy in ((demo.PLAIN, 0.9), (demo.TRAINED, 0.95))
+        for bits in demo.SHOWN
+        for seed in (0, 1)
+    ]
+    assert "W4A4: 90.0 % and 95.0 %; W3A3: 90.0 % and 95.0 %; W2A8: " in demo.describe(rows)[-1]

@@ -214,6 +214,24 @@ def test_a_weight_changed_in_any_way_is_seen(change: str, kind: str, helpers: tu
         assert torch.equal(fresh(x), after)
 
 
+@pytest.mark.parametrize("bits", [(5, 7), (4, 8), (4, 6), (3, 8)])
+def test_what_was_rounded_while_a_weight_was_another_is_not_used(bits: tuple[int, int]) -> None:
+    net, fresh = small(helpers="bias"), small(helpers="bias")
+    x = torch.randn(6, 8)
+    for weights in (4, 3):
+        net.set_bits(weights=weights, activations=8)
+    changed = [parameter.data for parameter in net.parameters()]
+    kept = [value.clone() for value in changed]
+    for value in changed:
+        value.mul_(1.5)
+    net.set_bits(weights=bits[0], activations=bits[1])  # a width that is new, or new with these activations, or not
+    for value, old in zip(changed, kept, strict=True):
+        value.copy_(old)
+    fresh.set_bits(weights=bits[0], activations=bits[1])
+    with torch.no_grad():
+        assert torch.equal(net(x), fresh(x))
+
+
 def test_numbers_are_those_of_the_weights_as_they_are_now() -> None:
     net = small()
     net.set_bits(weights=4, activations=8)

@@ -19,7 +19,7 @@ def demo(
     seeds: Annotated[int, typer.Option(help="How many seeds to run.", min=1)] = 3,
     as_json: options.Json = False,
 ) -> None:
-    """Train on digits with and without the penalty, quantize to every width, compare.
+    """Train on digits as usual and for any width, quantize to every width, compare.
 
     Example: anybit demo --out runs/demo
     """
@@ -27,18 +27,18 @@ def demo(
     with progress_bars() as start:
         ready = start("getting ready", 1)
         with options.needs_torch("anybit demo"):
-            from anybit.demo import PENALIZED, PLAIN, run_demo
+            from anybit.demo import PLAIN, TRAINED, run_demo
         ready(1)
-        result = run_demo(out, seeds=range(seeds), start=start)
+        file = run_demo(out, seeds=range(seeds), start=start)
     if as_json:
-        typer.echo(json.dumps([row.to_dict() for row in result.file.rows], indent=1))
+        typer.echo(json.dumps([row.to_dict() for row in file.rows], indent=1))
         return
-    found = results(result.file.rows)
+    found = results(file.rows)
     said = message(found)
     console.print(" ".join([f"{said.head}.", *said.more]), highlight=False, markup=False)
     shown = [summary for (_, bits), summary in found.found.items() if bits in found.equal]
     title = "test accuracy in %, mean (lowest-highest seed); gain in points"
-    console.print(accuracy_table(title, shown, gain=(PLAIN, PENALIZED)))
-    for note in result.file.notes:
+    console.print(accuracy_table(title, shown, gain=(PLAIN, TRAINED)))
+    for note in file.notes:
         console.print(note, highlight=False)
     say(f"{time.perf_counter() - begin:.0f} s. Look at {out}/report.html; the numbers are in {out}/rows.json.")

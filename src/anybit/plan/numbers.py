@@ -111,11 +111,14 @@ class Numbers:
 
         `codes` gives those of its weight, for callers that have them.
         """
+        own = codes or (lambda: self.codes(self.plan.bias(name).weight))
+        key = self.bias_key(name)
+        return self.kept.get(key, lambda: self._bias(name, key[-1], own()), lambda found: 3 * found.values.nbytes)
+
+    def bias_key(self, name: str) -> tuple[str, str, int, int]:
+        """Return under what a bias is kept: its name and the widths of the layer's weight and input."""
         bias = self.plan.bias(name)
-        width = self.widths.get(bias.input, FLOAT)
-        key = ("bias", name, self.widths[bias.weight], width)
-        own = codes or (lambda: self.codes(bias.weight))
-        return self.kept.get(key, lambda: self._bias(name, width, own()), lambda found: 3 * found.values.nbytes)
+        return "bias", name, self.widths[bias.weight], self.widths.get(bias.input, FLOAT)
 
     def _bias(self, name: str, width: int, codes: Codes) -> RoundedBias:
         bias = self.plan.bias(name)

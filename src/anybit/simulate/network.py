@@ -131,8 +131,6 @@ class QuantizedNetwork(nn.Module):
         parts = executors(self.body)
         if self.training:
             self._seen, self._rounded = None, False  # weights change with every step, and are rounded as they are then
-        else:
-            self._look()
         found = self._numbers()
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         for name, module in parts.items():
@@ -149,11 +147,22 @@ class QuantizedNetwork(nn.Module):
         """Put every weight on its grid, and correct the biases that go with them."""
         masters = {name: parts[name].master for name in found.weights}
         keys = {name: ("value", name, found.widths[name]) for name in masters}
-        new = sum(
-            m.numel() * 5 for name, m in masters.items() if parts[name].value is None and keys[name] not in self._kept
-        )
+
+        def missing() -> int:
+            made = {name for name in masters if parts[name].value is not None or keys[name] in self._kept}
+            return sum(5 * m.numel() for name, m in masters.items() if name not in made)
+
+        new = missing()
+        known = self._seen is not None and all(found.bias_key(name) in self._kept for name in found.biases)
+        if new or not known:  # what is there already waits for the forward pass, which looks before it runs
+            self._look()
+            new = missing()
         # Unless as much again fits beside them, nothing else is kept: a part of a network's weights is of no use.
         self._kept.make_room(new if 2 * new <= self._kept.limit else self._kept.limit)
+
+        biases: dict[str, list[str]] = {}
+        for bias in found.biases:
+            biases.setdefault(self._plan.bias(bias).weight, []).append(bias)
 
         def put(name: str) -> None:
             codes = functools.cache(lambda: found.codes(name))  # once for weight and bias, however little is kept
@@ -163,11 +172,13 @@ class QuantizedNetwork(nn.Module):
 
             if parts[name].value is None:
                 parts[name].value = self._kept.get(keys[name], make, lambda t: t.numel() * t.element_size())
-            for bias in found.biases:
-                if self._plan.bias(bias).weight == name:
-                    parts[bias].set_value(found.bias(bias, codes))
+            for bias in biases.get(name, ()):
+                parts[bias].set_value(found.bias(bias, codes))
 
         large = sorted(masters, key=lambda name: -masters[name].numel())
+        if not new:
+            list(map(put, large))  # everything is there already
+            return
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # numpy lets others run while it computes
             list(pool.map(put, large))
 
