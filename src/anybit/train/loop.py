@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from anybit.common.progress import Advance, nothing
 from anybit.data import Batches, Dataset, Given
 from anybit.errors import NonFiniteError, SpecError
 from anybit.evaluate.batches import Takes
@@ -40,14 +41,10 @@ from anybit.train.resume import (
     finished,
     identity,
     read_state,
-    unsaid,
 )
 from anybit.train.run import RunFolder
 from anybit.train.schedule import learning_rate
 from anybit.train.straight import DrawnWidth, unfold
-
-Progress = Callable[[int], None]
-"""Called with the number of steps done since the last call."""
 
 
 def steps_of(recipe: Recipe, data: Dataset) -> int:
@@ -61,8 +58,8 @@ def fit(
     recipe: Recipe,
     data: Dataset,
     *,
-    log: Callable[..., None] | None = None,
-    progress: Progress | None = None,
+    log: Log = nothing,
+    progress: Advance = nothing,
     place: Place | None = None,
     keeper: Keeper | None = None,
 ) -> list[EpochTime]:
@@ -91,7 +88,7 @@ def fit(
     optimizer = make_optimizer(recipe.optimizer, network)
     moving = Moving(network, optimizer, (penalized, plain), generator, generator.get_state())
     at = Position() if keeper is None else keeper.start(moving, recipe, len(batches))
-    if progress is not None and (done := at.epoch * len(batches) + at.index):
+    if done := at.epoch * len(batches) + at.index:
         progress(done)
     network.train()
     while at.epoch < recipe.epochs:
@@ -112,8 +109,8 @@ def _epoch(
     batches: Batches,
     recipe: Recipe,
     *,
-    log: Callable[..., None] | None,
-    progress: Progress | None,
+    log: Log,
+    progress: Advance,
     place: Place,
     keeper: Keeper | None,
 ) -> Position:
@@ -140,19 +137,17 @@ def _epoch(
         moving.optimizer.step()
         moving.optimizer.zero_grad()
         clock.tick()
-        if log is not None:
-            log(
-                step=number,
-                epoch=at.epoch,
-                lr=rate,
-                loss=step.loss,
-                weight_norm=None if math.isnan(step.weight_norm) else step.weight_norm,
-                activation_norm=step.activation_norm,
-                **step.terms,
-                penalized=at.epoch >= recipe.penalty.start and recipe.penalty.any,
-            )
-        if progress is not None:
-            progress(1)
+        log(
+            step=number,
+            epoch=at.epoch,
+            lr=rate,
+            loss=step.loss,
+            weight_norm=None if math.isnan(step.weight_norm) else step.weight_norm,
+            activation_norm=step.activation_norm,
+            **step.terms,
+            penalized=at.epoch >= recipe.penalty.start and recipe.penalty.any,
+        )
+        progress(1)
         if keeper is not None:
             keeper.after_step(moving, at, index + 1, clock)
     return at.next_epoch(clock)
@@ -188,10 +183,10 @@ def train(
     data: Dataset,
     folder: str | Path,
     *,
-    progress: Progress | None = None,
+    progress: Advance = nothing,
     resume: bool = False,
     save_every: float = EVERY,
-    say: Say | None = None,
+    say: Say = nothing,
     board: bool = False,
     device: torch.device | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -215,7 +210,7 @@ def train(
     model, shape = start(recipe, data)
     with placed(device) as place, contextlib.ExitStack() as stack:
         _check_shares(recipe, data, place)
-        tell = say if say is not None and place.leads else unsaid
+        tell = say if place.leads else nothing
         run = RunFolder(folder, recipe)
         if place.leads:
             stack.enter_context(run)  # before the first look at it: another process may be about to end its run
@@ -227,8 +222,8 @@ def train(
         saved = _resumed(run.state, here, place, tell) if resume else None
         with Stop() as stop:
             keeper = Keeper(run, here, place, save_every, saved, stop, tell)
-            log: Log | None = run.log if place.leads else None
-            if board and log is not None:
+            log: Log = run.log if place.leads else nothing
+            if board and place.leads:
                 log = stack.enter_context(on_board(run.path / "tensorboard", log, start=saved.steps if saved else 0))
             times = fit(model, recipe, data, log=log, progress=progress, place=place, keeper=keeper)
             place.same_buffers(model)
