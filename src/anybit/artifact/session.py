@@ -95,7 +95,7 @@ class Session:
         self._forms: dict[tuple[int, ...], str] = {}
         self._compiling, self._measuring = threading.Lock(), threading.Lock()
         self._kept = Kept(KEEP_BYTES, most=keep)
-        self._now = Compiled(Bits(), (), None, 0)
+        self._now = Compiled(Bits(), (0,), None, 0)  # nothing is compiled yet, and 0 is no width
         self._now = self._compiled(Bits(), None, "widths")
         self._wanted = set(self.inputs)
         self._takes = [Wanted(value.name, value.type, value.shape) for value in self._now.engine.get_inputs()]
