@@ -98,6 +98,14 @@ TRIALS: dict[str, tuple[str, Make]] = {
         any_width(strength=0.25), any_width(strength=0.25, seed=1)
     )),
     "paper grids only": ("only the paper's grids are drawn", any_width(grids=("paper",))),
+    "averaged, auto, kurtosis 0.1": (
+        "an average of the weights, the strength follows the loss, kurtosis on top",
+        beside(any_width(strength="auto"), kurtosis(0.1)),
+    ),
+    "averaged, auto, kurtosis 0.3": (
+        "the same with three times the kurtosis", beside(any_width(strength="auto"), kurtosis(0.3))
+    ),
+    "averaged, plain": ("an average of the weights, no objective but the loss", lambda model, x: None),
     "default grids only": ("only the default preset's grids are drawn", any_width(grids=("default",))),
 }  # fmt: skip
 
@@ -113,7 +121,7 @@ def fine_tune(name: str, model: nn.Module, data: Dataset, steps: int | None = No
     objective = TRIALS[name][1](model, split.x[:2])
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=DECAY, nesterov=True)
     total = EPOCHS * len(batches)
-    average = {key: value.clone() for key, value in model.state_dict().items()} if name == "averaged weights" else None
+    average = {key: value.clone() for key, value in model.state_dict().items()} if "averaged" in name else None
     number, spent, losses, last = 0, 0.0, [], None
     model.train()
     for _ in range(EPOCHS):
