@@ -98,6 +98,7 @@ TRIALS: dict[str, tuple[str, Make]] = {
         any_width(strength=0.25), any_width(strength=0.25, seed=1)
     )),
     "paper grids only": ("only the paper's grids are drawn", any_width(grids=("paper",))),
+    "averaged, auto": ("an average of the weights, the strength follows the loss", any_width(strength="auto")),
     "averaged, auto, kurtosis 0.1": (
         "an average of the weights, the strength follows the loss, kurtosis on top",
         beside(any_width(strength="auto"), kurtosis(0.1)),
@@ -153,7 +154,8 @@ def fine_tune(name: str, model: nn.Module, data: Dataset, steps: int | None = No
     if average is not None:
         model.load_state_dict(average)
     found = {"seconds_per_step": spent / number, "train_loss": sum(losses[-100:]) / len(losses[-100:])}
-    return found if last is None else {**found, "strength": dict(last.terms).get("strength", math.nan)}
+    strength = None if last is None else last.terms.get("strength")
+    return found if strength is None else {**found, "strength": strength}
 
 
 def measure(model: nn.Module, data: Dataset) -> dict[str, Any]:

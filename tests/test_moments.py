@@ -353,6 +353,46 @@ def test_layer_norm_gives_ranges(shape: tuple[int, ...], affine: bool) -> None:
             assert (known.high >= y.amax(0).numpy() - 1e-4).all()
 
 
+def _normed(norm: nn.Module, after: nn.Module) -> nn.Sequential:
+    with torch.no_grad():
+        for parameter in (*norm.parameters(), *after.parameters()):
+            parameter.uniform_(0.3, 1.5)
+    return nn.Sequential(norm, after).eval()
+
+
+@pytest.mark.parametrize("after", [nn.Identity(), nn.ReLU(), nn.SiLU(), nn.PReLU(), nn.PReLU(8)], ids=str)
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, 8), nn.GroupNorm(1, 8), nn.InstanceNorm2d(8, affine=True), nn.InstanceNorm2d(8)], ids=str
+)
+def test_group_and_instance_norm_give_ranges(norm: nn.Module, after: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = _normed(norm, after)
+    known = the_output(model, torch.randn(2, 8, 6, 6))
+    assert known.source == ("group norm 0" if isinstance(norm, nn.GroupNorm) else "instance norm 0")
+    with torch.no_grad():
+        y = model(torch.randn(400, 8, 6, 6) * 7 - 3).transpose(0, 1).flatten(1)
+    assert_close(known.mean, y.mean(1), atol=0.03)
+    assert_close(np.sqrt(known.var), y.std(1), rtol=0.05)
+    assert (known.low <= y.amin(1).numpy() + 1e-4).all()
+    assert (known.high >= y.amax(1).numpy() - 1e-4).all()
+
+
+def test_slopes_of_channels_that_are_not_told_apart_give_an_interval() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.Flatten(2), nn.Flatten(0, 1), nn.PReLU()).eval()
+    one = the_output(model, torch.randn(2, 4, 3, 3))
+    assert (one.low.min(), one.high.max()) == (-1.5, 6.0)
+    bare = nn.Sequential(nn.BatchNorm1d(6), nn.Unflatten(1, (2, 3)), nn.PReLU(2)).eval()
+    with torch.no_grad():
+        bare[2].weight.copy_(torch.tensor([0.5, -0.5]))
+    pooled = the_output(bare, torch.randn(2, 6))
+    assert (pooled.low.min(), pooled.high.max()) == (-3.0, 6.0)
+
+
+def test_an_instance_norm_with_running_statistics_says_nothing() -> None:
+    norm = nn.InstanceNorm2d(4, track_running_stats=True).eval()
+    assert outputs(norm, torch.randn(2, 4, 3, 3)) == [None]
+
+
 def test_the_feed_forward_half_of_a_transformer_needs_no_data() -> None:
     _, graph = viewed(Standard(), torch.randn(2, 7, 16))
     plan = build(graph, Settings()).plan

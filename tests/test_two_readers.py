@@ -16,8 +16,9 @@ import onnx
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from cases import CASES, Case
+from cases import CASES, Case, cross_entropy, images
 from numpy.typing import NDArray
+from torch import nn
 
 import anybit
 from anybit.artifact.adopt import adopt
@@ -29,7 +30,17 @@ from anybit.simulate.network import QuantizedNetwork
 from anybit.spec import FLOAT, Bits
 
 Array = NDArray[Any]
-ALL = {case.name: case for case in [*CASES, *ARCHITECTURES]}
+
+
+def _norms() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8, affine=True),
+        nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.PReLU(8), nn.Conv2d(8, 4, 3),
+    )  # fmt: skip
+
+
+NORMS = Case("norms", _norms, images(3, 12, 12), cross_entropy)
+ALL = {case.name: case for case in [*CASES, *ARCHITECTURES, NORMS]}
 
 
 def exported(case: Case, folder: Path) -> tuple[Any, Path]:

@@ -236,6 +236,14 @@ def _standard(node: NodeProto, new: Node, graph: Graph) -> bool:
     return True
 
 
+def _slopes(node: NodeProto, new: Node, graph: Graph) -> bool:
+    slope = graph.constants.get(node.input[1])
+    if slope is None or sum(size != 1 for size in slope.shape) > 1:
+        return False
+    new.kind = "slopes"
+    return True
+
+
 def _concat(node: NodeProto, new: Node, graph: Graph) -> bool:
     rank = graph.rank(new.output)
     new.kind, new.axis = "concat", int(attributes(node).get("axis", 0)) % max(rank, 1)
@@ -247,6 +255,7 @@ _READERS: dict[str, Callable[[NodeProto, Node, Graph], bool]] = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Div"), _arithmetic),
     "BatchNormalization": _batch_norm,
     **dict.fromkeys(("LayerNormalization", "InstanceNormalization", "GroupNormalization"), _standard),
+    "PRelu": _slopes,
     "Concat": _concat,
 }
 

@@ -72,9 +72,14 @@ ARITHMETIC: dict[object, str] = {
     aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div",
 }  # fmt: skip
 SOFTMAX = {aten.softmax.int, aten._softmax.default}
+STANDARD: dict[object, str] = {
+    aten.layer_norm.default: "layer norm", aten.group_norm.default: "group norm",
+    aten.instance_norm.default: "instance norm",
+}  # fmt: skip
+"""Normalizations by the mean and spread of the example itself."""
 FRESH = {
     *CONVOLUTIONS, *TRANSPOSED, *PRODUCTS, *AVERAGING, *FUNCTIONS, *ARITHMETIC, aten.linear.default, aten.mean.dim,
-    aten.layer_norm.default, *SOFTMAX,
+    *STANDARD, *SOFTMAX,
 }  # fmt: skip
 """Operators that return a tensor of their own, which nobody else holds."""
 
@@ -179,8 +184,10 @@ def _read(module: fx.GraphModule, node: fx.Node, graph: Graph) -> Node:
         new.kind, new.function = "function", _function(node)
         new.fused, new.homogeneous = target in FUSED, target in HOMOGENEOUS
         new.bounds = view.saturation(new.function)
-    elif target is aten.layer_norm.default:
-        _read_layer_norm(module, node, new)
+    elif target in STANDARD:
+        _read_standard(module, node, new)
+    elif target is aten.prelu.default:
+        new.kind = "slopes"
     elif (follow := _follow(node)) is not None:
         average = target in AVERAGING or target is aten.mean.dim
         new.kind, new.follow, new.inputs = "average" if average else "pass", follow, inputs[:1]
@@ -243,14 +250,17 @@ def _batch_norm(module: fx.GraphModule, node: fx.Node) -> Norm:
     return Norm(scale, shift, _constant(module, mean, size), _constant(module, var, size), float(eps))  # type: ignore[arg-type]
 
 
-def _read_layer_norm(module: fx.GraphModule, node: fx.Node, new: Node) -> None:
-    """Read a layer norm over the last dimension; over several, channels cannot be told apart."""
-    shape: Any = node.args[1]
-    if len(shape) != 1 or not isinstance(shape[0], int):
+def _read_standard(module: fx.GraphModule, node: fx.Node, new: Node) -> None:
+    """Read a group norm, an instance norm, or a layer norm over one dimension: over several, channels are lost."""
+    last, instance = node.target is aten.layer_norm.default, node.target is aten.instance_norm.default
+    shape, rank = node.meta["val"].shape, _rank(node)
+    axis = rank - 1 if last else 1
+    over: Any = node.args[1]
+    if (last and len(over) != 1) or not is_concrete_int(shape[axis]) or (instance and not node.args[5]):
         return
-    given = zip((*node.args[2:4], None, None), (1.0, 0.0), strict=False)
-    gamma, beta = (_constant(module, arg, shape[0], filling) for arg, filling in given)
-    new.kind, new.name, new.norm = "standard", "layer norm", Norm(gamma, beta, axis=_rank(node) - 1)
+    given = zip((*(node.args[1:3] if instance else node.args[2:4]), None, None), (1.0, 0.0), strict=False)
+    gamma, beta = (_constant(module, arg, int(shape[axis]), filling) for arg, filling in given)
+    new.kind, new.name, new.norm = "standard", STANDARD[node.target], Norm(gamma, beta, axis=axis)
     new.inputs = new.inputs[:1]
 
 

@@ -289,6 +289,18 @@ def _function(graph: Graph, node: Node, moments: dict[str, Moments], n: float) -
     return None if x is None or node.function is None else through_function(x, node.function)
 
 
+def _slopes(graph: Graph, node: Node, moments: dict[str, Moments], n: float) -> Moments | None:
+    """Follow a function that is straight on either side of zero, with slopes below it: one, or one per channel."""
+    x, slopes = _drawn(moments, node.inputs[0]), graph.constants.get(node.inputs[1])
+    if x is None or slopes is None:
+        return None
+    below = slopes.reshape(-1).astype(np.float64)
+    if below.size in (1, len(x.mean)) and (below.size == 1 or x.axis == 1):
+        return through_function(x, lambda values: np.where(values > 0, values, below * values))
+    ends = [0.0, *(s * x.low.min() for s in (below.min(), below.max())), float(x.high.max())]
+    return within(min(ends), max(ends), x.source)
+
+
 _PLAIN: dict[str, Callable[[Any, Any], Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide
 }  # fmt: skip
@@ -406,6 +418,7 @@ def _handed_on(graph: Graph, node: Node, moments: dict[str, Moments], n: float) 
 
 _APPLY: dict[str, Callable[[Graph, Node, dict[str, Moments], float], Moments | None]] = {
     "function": _function,
+    "slopes": _slopes,
     **dict.fromkeys(_PLAIN, _arithmetic),
     "concat": _concat,
     "layer": _layer,
