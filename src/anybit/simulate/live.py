@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from anybit.errors import SpecError
-from anybit.graph.from_torch import BATCH_NORM, aten, read_torch, to_numpy
+from anybit.graph.from_torch import BATCH_NORM, STANDARD, aten, read_torch, to_numpy
 from anybit.graph.view import Graph, Node, Norm
 from anybit.plan.build import Interval, Ranges, Settings, build, joined, with_inputs
 from anybit.plan.fold import folded
@@ -246,11 +246,10 @@ class Live:
 
 def _norm_names(origin: fx.Node) -> dict[str, str | None]:
     """Return the names of a normalization's tensors, by the part they play."""
-    node: Any = origin.args[0] if origin.target not in (BATCH_NORM, aten.layer_norm.default) else origin
-    parts = {"gamma": 2, "beta": 3} if node.target is aten.layer_norm.default else None
-    parts = parts or {"gamma": 1, "beta": 2, "mean": 3, "var": 4}
-    args = (*node.args, None, None, None)
-    held = {part: args[i] for part, i in parts.items()}
+    node: Any = origin if origin.target in STANDARD else origin.args[0]  # of a batch norm it is the first result
+    parts = ("gamma", "beta", "mean", "var")[: 4 if node.target is BATCH_NORM else 2]
+    first = 1 if node.target in (BATCH_NORM, aten.instance_norm.default) else 2
+    held = dict(zip(parts, (*node.args[first:], None, None), strict=False))
     return {part: str(arg.target) if isinstance(arg, fx.Node) else None for part, arg in held.items()}
 
 
