@@ -110,6 +110,11 @@ def _any_width() -> tuple[TableRow, ...]:
     return (
         known["none"],
         TableRow("any-width", "Any width + kurtosis", {"penalty.any_width": True, "penalty.kurtosis": 0.1}),
+        TableRow(
+            "any-width-averaged",
+            "The same, averaged weights",
+            {"penalty.any_width": True, "penalty.kurtosis": 0.1, "optimizer.average": 0.99},
+        ),
         TableRow("any-width-alone", "Any width", {"penalty.any_width": True}),
         TableRow(
             "l1+kurtosis", "L1 + kurtosis", by_network={n: dict(zip(both, v, strict=True)) for n, v in kurtosis.items()}

@@ -147,6 +147,7 @@ def test_the_two_digits_recipes_belong_together() -> None:
         ("lr = 0.01", "lr = nan", "optimizer.lr must be above zero, got nan"),
         ("lr = 0.01", "lr = inf", "optimizer.lr must be above zero, got inf"),
         ("lr = 0.01", "momentum = 1.0", "optimizer.momentum must be below one, got 1.0"),
+        ("lr = 0.01", "average = 1.0", "optimizer.average must be below one, got 1.0"),
         ("lr = 0.01", "warmup = -1", "optimizer.warmup must be zero or more, got -1"),
         ("batch = 32", "batch = 0", "data.batch must be above zero, got 0"),
         ("multiplier = 2", "multiplier = 0", "model.multiplier must be above zero, got 0.0"),

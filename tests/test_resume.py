@@ -48,11 +48,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {"penalty.weight": 0.0, "penalty.activation": 0.0, "optimizer.momentum": 0.0},
     "gradient, every second step, late": {"penalty.every": 2, "penalty.start": 1, "penalty.ramp": 1},
     "adam, noise and kurtosis": {"optimizer.name": "adam", "penalty.noise": 1.0, "penalty.kurtosis": 1e-2},
+    "averaged weights": {"optimizer.average": 0.8},
     "straight through, widths drawn": {
         "penalty.weight": 0.0,
         "penalty.activation": 0.0,
         "quantize.widths": ["W4A4", "W8A8", "W6A32"],
         "optimizer.lr": 0.003,
+        "optimizer.average": 0.5,
         "epochs": 2,
     },
 }

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import anybit
@@ -111,6 +112,35 @@ def test_fit_reads_the_training_split_only() -> None:
     model = build_model("small-conv", channels=1, classes=10, multiplier=0.25)
     fit(model, TINY, dataclasses.replace(digits(), validation=broken, test=broken))
     assert same(state_of(model), want)
+
+
+@pytest.mark.parametrize("kind", ["plain", "straight through"])
+def test_a_run_may_end_with_an_average_of_its_weights(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[dict[str, Tensor]] = []
+    follow = AveragedModel.update_parameters
+
+    def seen(average: AveragedModel, module: nn.Module) -> None:
+        passed.append({name: value.detach().clone() for name, value in module.named_parameters()})
+        follow(average, module)
+        state[:] = [{name: value.detach().clone() for name, value in average.module.named_parameters()}]
+
+    state: list[dict[str, Tensor]] = []
+    monkeypatch.setattr(AveragedModel, "update_parameters", seen)
+    recipe = TINY if kind == "plain" else straight()
+    last, log = fitted(recipe)
+    assert not passed
+    found, log_again = fitted(recipe.changed({"optimizer.average": 0.75}))
+    assert log == log_again  # the steps are the same ones
+    assert len(passed) == len(log)
+    want = passed[0]
+    for weights in passed[1:]:
+        want = {name: 0.75 * want[name] + 0.25 * weights[name] for name in want}
+    for name, value in want.items():
+        torch.testing.assert_close(state[0][name], value, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(found["classifier.weight"], last["classifier.weight"])
+    if kind == "plain":
+        for name, value in want.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_the_penalty_changes_what_is_learned() -> None:

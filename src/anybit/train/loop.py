@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from anybit.common.progress import Advance, nothing
 from anybit.data import Batches, Dataset, Given
@@ -86,7 +87,8 @@ def fit(
     penalized = DrawnWidth(folded, recipe.quantize.pairs) if folded else make(recipe.penalty)
     plain = make(PenaltyRecipe(norm=recipe.penalty.norm))
     optimizer = make_optimizer(recipe.optimizer, network)
-    moving = Moving(network, optimizer, (penalized, plain), generator, generator.get_state())
+    average = _average(folded or model, recipe.optimizer.average)
+    moving = Moving(network, optimizer, (penalized, plain), generator, generator.get_state(), average)
     at = Position() if keeper is None else keeper.start(moving, recipe, len(batches))
     if done := at.epoch * len(batches) + at.index:
         progress(done)
@@ -96,6 +98,8 @@ def fit(
         penalized.factor = last_epochs(at.epoch, epochs=recipe.epochs, last=last, ramp=recipe.penalty.ramp)
         penalty = penalized if at.epoch >= recipe.penalty.start else plain
         at = _epoch(moving, penalty, at, batches, recipe, log=log, progress=progress, place=place, keeper=keeper)
+    if average is not None:
+        (folded or model).load_state_dict(average.module.state_dict())
     if folded is not None:
         unfold(folded.cpu(), model)
     model.to(memory_format=torch.contiguous_format).eval()  # type: ignore[call-overload]
@@ -136,6 +140,8 @@ def _epoch(
         step = place.averaged(penalty.backward(closures))
         moving.optimizer.step()
         moving.optimizer.zero_grad()
+        if moving.average is not None:
+            moving.average.update_parameters(moving.module)
         clock.tick()
         log(
             step=number,
@@ -151,6 +157,14 @@ def _epoch(
         if keeper is not None:
             keeper.after_step(moving, at, index + 1, clock)
     return at.next_epoch(clock)
+
+
+def _average(network: nn.Module, keep: float) -> AveragedModel | None:
+    """Return what follows a network's weights and buffers as their running average."""
+    if not keep:
+        return None
+    follow = get_ema_multi_avg_fn(keep)  # type: ignore[no-untyped-call]
+    return AveragedModel(network, multi_avg_fn=follow, use_buffers=True)
 
 
 def _divides(penalty: Penalty) -> bool:

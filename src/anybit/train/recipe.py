@@ -92,12 +92,18 @@ class OptimizerRecipe:
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup: int = 0
     """Epochs over which the rate rises from zero."""
+    average: float = 0.0
+    """How much a step keeps of a running average of the weights, which the run then ends with; zero ends with the last.
+
+    0.99 lets the last hundred steps count, and gives back a part of what training for any width costs.
+    """
 
     def __post_init__(self) -> None:
         _positive(10**31, lr=self.lr)  # far beyond any that trains; what diverges says so itself
-        _not_negative(momentum=self.momentum, weight_decay=self.weight_decay, warmup=self.warmup)
-        if self.momentum >= 1:
-            raise SpecError(f"momentum must be below one, got {self.momentum}")
+        _not_negative(momentum=self.momentum, weight_decay=self.weight_decay, warmup=self.warmup, average=self.average)
+        for name in ("momentum", "average"):
+            if getattr(self, name) >= 1:
+                raise SpecError(f"{name} must be below one, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

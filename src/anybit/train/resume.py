@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from anybit.common.files import read_json
 from anybit.common.text import printable, quoted
@@ -49,6 +50,8 @@ class Moving:
     generator: torch.Generator
     order: Tensor
     """The generator's state when the epoch began."""
+    average: AveragedModel | None = None
+    """A running average of the weights and buffers."""
 
     @property
     def module(self) -> nn.Module:
@@ -65,6 +68,9 @@ class Moving:
         """Yield every parameter and buffer, also those that checkpoints leave out."""
         yield from self.module.named_parameters()
         yield from self.module.named_buffers()
+        if self.average is not None:
+            yield from self.average.named_parameters("average")
+            yield from self.average.named_buffers("average")
 
 
 @dataclass(frozen=True)
