@@ -322,11 +322,6 @@ def _padded(g: _Given) -> Follow | None:
     return view.except_for(axes[i % len(axes)] for i, width in enumerate(pads) if width)
 
 
-def _sliced(g: _Given) -> Follow:
-    axes = g.constant(3)
-    return view.except_for(range(g.rank) if axes is None else g.dims(axes))
-
-
 def _gathered(g: _Given) -> Follow:
     (axis,) = g.dims([g.attributes.get("axis", 0)])
     index = g.constant(1)
@@ -344,7 +339,7 @@ _FOLLOW: dict[str, Callable[[_Given], Follow | None]] = {
         lambda g: view.except_for(range(2, max(g.rank, 2))),
     ),
     "ReduceMean": _reduced,
-    "Slice": _sliced,
+    "Slice": lambda g: view.except_for(range(g.rank) if (axes := g.constant(3)) is None else g.dims(axes)),
     "Gather": _gathered,
     "Split": lambda g: view.except_for(g.dims([g.attributes.get("axis", 0)])),
     "Expand": lambda g: view.shifted(len(g.after) - g.rank) if g.after else None,
