@@ -341,7 +341,12 @@ def test_a_bad_change_is_refused_like_a_bad_recipe(change: dict[str, Any], messa
 def test_a_recipe_that_says_nothing_about_penalties_gets_the_default_it_is_loaded_with(tmp_path: Path) -> None:
     silent = "\n".join(['name = "a"', "epochs = 1", "[model]", 'name = "small-conv"', "[data]", 'name = "digits"', ""])
     assert load_recipe(save(tmp_path, silent)).penalty == PenaltyRecipe()
-    assert load_recipe(save(tmp_path, silent), penalty=FLAGSHIP).penalty is FLAGSHIP
+    default = load_recipe(save(tmp_path, silent), penalty=FLAGSHIP)
+    assert (default.penalty is FLAGSHIP, default.optimizer.average) == (True, 0.99)
+    assert (
+        load_recipe(save(tmp_path, silent + "[optimizer]\naverage = 0.5\n"), penalty=FLAGSHIP).optimizer.average == 0.5
+    )
+    assert load_recipe(save(tmp_path, silent), penalty=PenaltyRecipe(kurtosis=1.0)).optimizer.average == 0.0
     for table in ("[penalty]\n", '[quantize]\nwidths = ["W4A4"]\n'):
         assert load_recipe(save(tmp_path, silent + table), penalty=FLAGSHIP).penalty == PenaltyRecipe()
     own = load_recipe(save(tmp_path, silent + "[penalty]\nkurtosis = 2.0\n"), penalty=FLAGSHIP)

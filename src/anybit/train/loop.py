@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from anybit.common.progress import Advance, nothing
 from anybit.data import Batches, Dataset, Given
@@ -161,10 +161,14 @@ def _epoch(
 
 def _average(network: nn.Module, keep: float) -> AveragedModel | None:
     """Return what follows a network's weights and buffers as their running average."""
-    if not keep:
-        return None
-    follow = get_ema_multi_avg_fn(keep)  # type: ignore[no-untyped-call]
-    return AveragedModel(network, multi_avg_fn=follow, use_buffers=True)
+
+    def follow(average: Tensor, now: Tensor, steps: Any) -> Tensor:
+        if not now.is_floating_point():
+            return now
+        # In a short run, or at its beginning, no more than the last tenth of the steps counts.
+        return torch.lerp(average, now, (1 - ((1 + steps) / (10 + steps)).clamp(max=keep)).to(now.dtype))
+
+    return AveragedModel(network, avg_fn=follow, use_buffers=True) if keep else None
 
 
 def _divides(penalty: Penalty) -> bool:
