@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from anybit.common.progress import Advance, nothing
 from anybit.data import Batches, Dataset, Given
 from anybit.errors import NonFiniteError, SpecError
 from anybit.evaluate.batches import Takes
@@ -42,10 +41,14 @@ from anybit.train.resume import (
     finished,
     identity,
     read_state,
+    unsaid,
 )
 from anybit.train.run import RunFolder
 from anybit.train.schedule import learning_rate
 from anybit.train.straight import DrawnWidth, unfold
+
+Progress = Callable[[int], None]
+"""Called with the number of steps done since the last call."""
 
 
 def steps_of(recipe: Recipe, data: Dataset) -> int:
@@ -59,8 +62,8 @@ def fit(
     recipe: Recipe,
     data: Dataset,
     *,
-    log: Log = nothing,
-    progress: Advance = nothing,
+    log: Callable[..., None] | None = None,
+    progress: Progress | None = None,
     place: Place | None = None,
     keeper: Keeper | None = None,
 ) -> list[EpochTime]:
@@ -90,7 +93,7 @@ def fit(
     average = _average(folded or model, recipe.optimizer.average)
     moving = Moving(network, optimizer, (penalized, plain), generator, generator.get_state(), average)
     at = Position() if keeper is None else keeper.start(moving, recipe, len(batches))
-    if done := at.epoch * len(batches) + at.index:
+    if progress is not None and (done := at.epoch * len(batches) + at.index):
         progress(done)
     network.train()
     while at.epoch < recipe.epochs:
@@ -113,8 +116,8 @@ def _epoch(
     batches: Batches,
     recipe: Recipe,
     *,
-    log: Log,
-    progress: Advance,
+    log: Callable[..., None] | None,
+    progress: Progress | None,
     place: Place,
     keeper: Keeper | None,
 ) -> Position:
@@ -143,17 +146,19 @@ def _epoch(
         if moving.average is not None:
             moving.average.update_parameters(moving.module)
         clock.tick()
-        log(
-            step=number,
-            epoch=at.epoch,
-            lr=rate,
-            loss=step.loss,
-            weight_norm=None if math.isnan(step.weight_norm) else step.weight_norm,
-            activation_norm=step.activation_norm,
-            **step.terms,
-            penalized=at.epoch >= recipe.penalty.start and recipe.penalty.any,
-        )
-        progress(1)
+        if log is not None:
+            log(
+                step=number,
+                epoch=at.epoch,
+                lr=rate,
+                loss=step.loss,
+                weight_norm=None if math.isnan(step.weight_norm) else step.weight_norm,
+                activation_norm=step.activation_norm,
+                **step.terms,
+                penalized=at.epoch >= recipe.penalty.start and recipe.penalty.any,
+            )
+        if progress is not None:
+            progress(1)
         if keeper is not None:
             keeper.after_step(moving, at, index + 1, clock)
     return at.next_epoch(clock)
@@ -201,10 +206,10 @@ def train(
     data: Dataset,
     folder: str | Path,
     *,
-    progress: Advance = nothing,
+    progress: Progress | None = None,
     resume: bool = False,
     save_every: float = EVERY,
-    say: Say = nothing,
+    say: Say | None = None,
     board: bool = False,
     device: torch.device | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -228,7 +233,7 @@ def train(
     model, shape = start(recipe, data)
     with placed(device) as place, contextlib.ExitStack() as stack:
         _check_shares(recipe, data, place)
-        tell = say if place.leads else nothing
+        tell = say if say is not None and place.leads else unsaid
         run = RunFolder(folder, recipe)
         if place.leads:
             stack.enter_context(run)  # before the first look at it: another process may be about to end its run
@@ -240,8 +245,8 @@ def train(
         saved = _resumed(run.state, here, place, tell) if resume else None
         with Stop() as stop:
             keeper = Keeper(run, here, place, save_every, saved, stop, tell)
-            log: Log = run.log if place.leads else nothing
-            if board and place.leads:
+            log: Log | None = run.log if place.leads else None
+            if board and log is not None:
                 log = stack.enter_context(on_board(run.path / "tensorboard", log, start=saved.steps if saved else 0))
             times = fit(model, recipe, data, log=log, progress=progress, place=place, keeper=keeper)
             place.same_buffers(model)

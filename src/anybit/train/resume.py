@@ -40,6 +40,10 @@ Say = Callable[[str], None]
 """Told about what happens, a sentence at a time."""
 
 
+def unsaid(text: str) -> None:
+    """Let a sentence go where nobody listens."""
+
+
 @dataclass
 class Moving:
     """What changes from step to step."""

@@ -25,7 +25,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from anybit.common.progress import nothing
 from anybit.data import Dataset
 from anybit.errors import NonFiniteError, SpecError
 from anybit.task.checkpoint import digest_of
@@ -33,7 +32,7 @@ from anybit.train.begin import start
 from anybit.train.loop import fit, validate
 from anybit.train.place import here
 from anybit.train.recipe import Recipe
-from anybit.train.resume import Say
+from anybit.train.resume import Say, unsaid
 from anybit.train.trials import GRACE, Trials
 
 RATIOS = (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -231,8 +230,8 @@ def search(
     tolerance: float = TOLERANCE,
     finer: int = 0,
     grace: int = GRACE,
-    on_trial: Callable[[float, float], None] = nothing,
-    say: Say = nothing,
+    on_trial: Callable[[float, float], None] | None = None,
+    say: Say = unsaid,
     device: torch.device | None = None,
 ) -> Found:
     """Try every value of the knob, as far as `storage` does not know it yet, and choose.
@@ -260,7 +259,8 @@ def search(
 
     def attempt(value: float) -> float:
         accuracy = try_value(short, part, knob, value, device=device)
-        on_trial(value, accuracy)
+        if on_trial is not None:
+            on_trial(value, accuracy)
         return accuracy
 
     name = study_name(short, part, knob.keys, start(short, part)[0])
