@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from anybit.artifact.master import Master
 from anybit.artifact.model import set_nodes
-from anybit.graph.from_onnx import used_by
+from anybit.graph.onnx_nodes import used_by
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Array]
