@@ -309,7 +309,7 @@ class Recipes:
             values = [
                 "1e308", "-1", "nan", "inf", "0", "1e-320", "10000000000000000000000000", "9" * 5000, "true", '""',
                 '"' + "x" * 5000 + '"', '"\\u001b[2J"', "[]", "[" * 2000, "{}", "1979-05-27", '["W4A4"]', "0.5", "100",
-                '"vgg-like"', '"vit-tiny"', '"double-backward"', "3", "1000", "999999",
+                '"vgg-like"', '"resnet18"', '"double-backward"', "3", "1000", "999999",
             ]  # fmt: skip
             lines[at] = (
                 f"{key}= {pick(rng, values)}" if "=" in lines[at] else f"[{pick(rng, ['model', 'x', 'speed.a'])}]"

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def main() -> None:
     """Fill the pages that were named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="+", type=Path)
+    sys.path.insert(0, str(Path.cwd()))  # pages import the paper's own code
     for page in [path.resolve() for path in parser.parse_args().pages]:
         with tempfile.TemporaryDirectory() as folder:
             for name in ("paper", "results"):

@@ -197,6 +197,24 @@ def test_calls_by_name_and_by_position_are_the_same() -> None:
         live(x[0])
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [nn.GroupNorm(2, 4), nn.GroupNorm(2, 4, affine=False), nn.InstanceNorm2d(4, affine=True)],
+    ids=["group", "plain group", "instance"],
+)
+def test_a_live_network_follows_norms_over_one_example(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.ReLU(), nn.Conv2d(4, 3, 3)), torch.randn(2, 1, 8, 8)
+    live = Live(model, x, settings=[Settings.of("paper")])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5)
+    live.refresh()
+    want = {a.name: a.ranges for a in prepare(model, x, preset="paper").plan.activations}
+    assert {a.name: a.ranges for a in live.variants[0].plan.activations} == want
+    assert any(want.values())
+
+
 def test_settings_that_a_live_network_cannot_follow_are_refused() -> None:
     with pytest.raises(SpecError, match="drop bias and sums"):
         Live(Net(), batch()[0], settings=[Settings.of("paper", helpers="all")])

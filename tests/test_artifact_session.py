@@ -210,6 +210,18 @@ def test_going_back_to_a_width_compiles_nothing(tmp_path: Path, monkeypatch: pyt
     assert len(compiled) == 4  # the same widths, said in another way
 
 
+def test_a_network_with_nothing_to_quantize_runs_too(tmp_path: Path) -> None:
+    import torch
+
+    import anybit
+
+    anybit.save(anybit.prepare(torch.nn.ReLU(), torch.zeros(2, 3)), tmp_path / "relu.onnx")
+    session = load(tmp_path / "relu.onnx")
+    for bits in (32, 4):
+        session.set_bits(weights=bits, activations=bits)
+        assert session.run(np.float32([[-1, 0, 2]])).tolist() == [[0, 0, 2]]
+
+
 def test_each_run_sees_one_width_whole_whoever_switches(tmp_path: Path) -> None:
     session = load(small_master(tmp_path), threads=1, keep=3)
     pairs = [Bits(8, 8), Bits(4, 4), Bits(2, 2), Bits(6, 8)]

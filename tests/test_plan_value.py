@@ -311,11 +311,11 @@ def test_a_session_keeps_no_more_than_its_bytes(tmp_path: Path, monkeypatch: pyt
     for bits in (8, 4, 3, 32):
         roomy.set_bits(weights=bits, activations=bits)
         want[bits] = roomy.run(x)
-    limit = roomy._held() // 2
+    limit = roomy._kept.nbytes // 2
     monkeypatch.setattr(sessions, "KEEP_BYTES", limit)
     monkeypatch.setattr(sessions, "CODES_BYTES", 0)
     tight = anybit.load(path)
     for bits in (8, 4, 3, 8, 4, 32):
         tight.set_bits(weights=bits, activations=bits)
         assert np.array_equal(tight.run(x), want[bits])
-        assert 0 < tight._held() <= limit
+        assert 0 < tight._kept.nbytes <= limit

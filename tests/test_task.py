@@ -118,7 +118,7 @@ def test_words_that_name_no_network(word: str, message: str, monkeypatch: pytest
         make_network(word)
 
 
-@pytest.mark.parametrize(("name", "multiplier"), [("small-conv", 0.5), ("vgg-like", 0.125), ("vit-tiny", 0.25)])
+@pytest.mark.parametrize(("name", "multiplier"), [("small-conv", 0.5), ("vgg-like", 0.125), ("resnet18", 0.25)])
 def test_weights_tell_the_sizes_of_our_networks(name: str, multiplier: float) -> None:
     want = build_model(name, channels=3, classes=7, multiplier=multiplier)
     tensors = {f"module.{key}": value for key, value in want.state_dict().items()}

@@ -50,7 +50,7 @@ def setting(*, granularity: str, gptq: bool) -> Setting:
 
 
 EXAMPLES = 2
-DYNAMIC = {"input_names": ["x"], "dynamic_axes": {"x": {0: "n"}}, "opset_version": 17}
+DYNAMIC = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": {"x": {0: "n"}}, "opset_version": 17}
 
 SETTINGS = {
     f"{'GPTQ, ' if gptq else ''}{granularity.replace('_', ' ')}": setting(granularity=granularity, gptq=gptq)

@@ -20,15 +20,15 @@ from model_compression_toolkit.target_platform_capabilities.tpc_models.qnnpack_t
 
 def target(weights: int, activations: int, *, per_channel: bool) -> Any:
     """Describe a target with these widths: symmetric weights, activations with a zero point."""
-    linear, others, default = tpc.get_op_quantization_configs()
+    linear, others, _ = tpc.get_op_quantization_configs()
     kernel = linear.attr_weights_configs_mapping[KERNEL_ATTR].model_copy(
         update={"weights_n_bits": weights, "weights_per_channel_threshold": per_channel}
     )
     widths = {"activation_n_bits": activations, "supported_input_activation_n_bits": (activations, 8)}
-    uniform = {"activation_quantization_method": linear.activation_quantization_method}
     mapping = {**linear.attr_weights_configs_mapping, KERNEL_ATTR: kernel}
     linear = linear.model_copy(update={**widths, "attr_weights_configs_mapping": mapping})
-    return tpc.generate_tpc(default.model_copy(update=widths | uniform), linear, others, name="any width")
+    # Of this description only the default has an effect; that of its own leaves all weights as they are.
+    return tpc.generate_tpc(linear, linear, others, name="any width")
 
 
 def setting(*, per_channel: bool) -> Setting:

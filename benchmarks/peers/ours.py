@@ -13,16 +13,20 @@ import anybit
 
 
 def setting(*, data: bool, fitted: bool = False, **options: Any) -> Setting:
-    """Prepare once; every width after that is a `set_bits`, or the reconstruction of that width first."""
+    """Prepare once, and save; every width after that is a `set_bits`, or the reconstruction of that width first."""
 
     def once(job: Job) -> Quantize:
         loader = job.batches if data else None
         net = anybit.prepare(job.model, job.x[:2], input_range=job.input_range, calibration=loader, **options)
+        folder = Path(tempfile.mkdtemp())
+        if fitted:
+            anybit.save(net, folder / "master.onnx")
 
         def quantize(weights: int, activations: int) -> Made:
             own = copy.deepcopy(net) if fitted else net
             if fitted:
-                anybit.reconstruct(own, job.batches, widths=[(weights, activations)])
+                inputs, widths = [x.numpy() for x in job.batches], [(weights, activations)]
+                own.plan = anybit.reconstruct(folder / "master.onnx", inputs, widths, out=folder / "fitted.onnx")
             own.set_bits(weights=weights, activations=activations)
 
             def export(path: Path) -> None:

@@ -113,15 +113,8 @@ def memory(sizes: Mapping[Bits, int], *, budget: int | None = None) -> Policy:
     >>> [str(policy(Reading(free_bytes=free))) for free in (100, 1200, 3000, 9000)]
     ['W4A4', 'W4A4', 'W8A8', 'FP']
     """
-    _some(sizes)
-    order = sorted(sizes.items(), key=lambda pair: pair[1])
-
-    def policy(reading: Reading) -> Bits:
-        limit = budget if budget is not None else (reading.free_bytes or 0) // 2
-        fitting = [bits for bits, size in order if size <= limit]
-        return fitting[-1] if fitting else order[0][0]
-
-    return policy
+    _most_within(sizes, 0)  # refused now if there is none
+    return lambda reading: _most_within(sizes, budget if budget is not None else (reading.free_bytes or 0) // 2)
 
 
 def latency(seconds: Mapping[Bits, float], *, budget: float) -> Policy:
@@ -132,18 +125,18 @@ def latency(seconds: Mapping[Bits, float], *, budget: float) -> Policy:
     >>> str(latency({Bits(): 0.02, Bits(8, 8): 0.01, Bits(4, 4): 0.008}, budget=0.015)(Reading()))
     'W8A8'
     """
-    _some(seconds)
     if not budget > 0:
         raise SpecError(f"a time budget is above zero seconds; got {budget}")
-    order = sorted(seconds.items(), key=lambda pair: pair[1])
-    fitting = [bits for bits, taken in order if taken <= budget]
-    chosen = fitting[-1] if fitting else order[0][0]
+    chosen = _most_within(seconds, budget)
     return lambda reading: chosen
 
 
-def _some(measured: Mapping[Bits, float]) -> None:
+def _most_within(measured: Mapping[Bits, float], limit: float) -> Bits:
+    """Return the pair that takes most without passing a limit, or that takes least if all do."""
     if not measured:
         raise SpecError("a policy needs at least one measured pair of widths")
+    order = sorted(measured, key=lambda bits: measured[bits])
+    return ([bits for bits in order if measured[bits] <= limit] or order[:1])[-1]
 
 
 def measure(run: Callable[[], object], *, repeats: int = 20) -> float:

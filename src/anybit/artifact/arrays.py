@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from anybit.common.text import printable
+from anybit.common.text import explaining, printable
 from anybit.errors import DataError
 
 UNFOLDING, MOST_UNFOLDED = 3, 200 * 10**6
@@ -21,45 +21,36 @@ UNFOLDING, MOST_UNFOLDED = 3, 200 * 10**6
 
 def read_array(path: Path) -> npt.NDArray[Any]:
     """Return the array in an .npy file, mapped into memory: it cannot claim more numbers than the file has."""
-    try:
+    with explaining(DataError, f"{path}: cannot be read as a numpy array", "; save it again"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about headers that Python 2 wrote
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.ndarray):
             array.close()
             raise ValueError("an archive of several arrays")
-    except Exception as error:  # a damaged header fails in a dozen ways, each with an exception of its own
-        raise DataError(f"{path}: cannot be read as a numpy array ({printable(error, 200)}); save it again") from error
-    return array
+        return array
 
 
-def read_arrays(path: Path, names: Sequence[str] | None = None) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays in an .npz file, or those of them that are named."""
-    try:
-        # Opened here, because np.load leaves a damaged archive open.
-        with path.open("rb") as raw, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers that Python 2 wrote
-            if raw.read(2) != b"PK":
-                raise ValueError("no archive of several arrays")
-            raw.seek(0)
-            file = np.load(raw, allow_pickle=False)
-            if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
-                raise ValueError("no archive of several arrays")
-            with file:
-                wanted = file.files if names is None else names
-                if missing := [name for name in wanted if name not in file]:
-                    advice = f"save it with np.savez(path, {missing[0]}=..., ...)"
-                    raise DataError(f"{path}: lacks {', '.join(missing)}; {advice}")
-                _check_sizes(file.zip, path, wanted)
-                return {name: file[name] for name in wanted}
-    except FileNotFoundError as error:
-        listed = f" with {', '.join(names)}" if names else ""
-        raise DataError(f"{path}: no such file; an .npz file{listed} is expected here") from error
-    except DataError:
-        raise
-    except Exception as error:  # a damaged archive fails in a dozen ways, each with an exception of its own
-        reason = printable(error, 200)
-        raise DataError(f"{path}: not a whole .npz file ({reason}); save it again with np.savez") from error
+def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays in an .npz file."""
+    if not path.exists():
+        raise DataError(f"{path}: no such file; an .npz file is expected here")
+    # Opened here, because np.load leaves a damaged archive open.
+    with (
+        explaining(DataError, f"{path}: not a whole .npz file", "; save it again with np.savez"),
+        path.open("rb") as raw,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # about headers that Python 2 wrote
+        if raw.read(2) != b"PK":
+            raise ValueError("no archive of several arrays")
+        raw.seek(0)
+        file = np.load(raw, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
+            raise ValueError("no archive of several arrays")
+        with file:
+            _check_sizes(file.zip, path, file.files)
+            return {name: file[name] for name in file.files}
 
 
 def _check_sizes(archive: zipfile.ZipFile, path: Path, names: Sequence[str]) -> None:

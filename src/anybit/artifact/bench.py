@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import statistics
@@ -54,10 +53,6 @@ class Gain:
     accuracy: float | None = None
     n: int | None = None
     losses: tuple[Loss, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON."""
-        return dataclasses.asdict(self)
 
 
 def steps_of(pairs: Sequence[Bits], rounds: int, inputs: int = 0) -> int:

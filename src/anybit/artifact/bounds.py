@@ -8,14 +8,13 @@ A graph may hide a size: `Pow -> Cast -> ConstantOfShape` makes gigabytes out of
 2. With every free size at one, no value may have more than 2**28 entries.
 3. What hangs on the sizes or the values of the inputs is known only when they come: free sizes, `Shape -> Gather ->
    Concat -> Reshape`, `Resize`, lengths that a speech network predicts. All sessions of a process share one pool of
-   working memory with a limit (`limit_memory`), and a run that asks for more fails with an error.
+   working memory with a limit (`runtime.limit_memory`), and a run that asks for more fails with an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,14 +22,10 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
-from anybit.common.text import printable
-from anybit.errors import FileError, SpecError
-
-WORKING_MEMORY = 4 * 2**30
-"""Bytes that all runs of a process may work with at a time, weights not counted."""
-
-SETTING = "ANYBIT_MEMORY_GB"
-"""The environment variable that sets another limit."""
+from anybit.artifact.model import OnnxModel, set_nodes
+from anybit.artifact.runtime import compile_model
+from anybit.common.text import explaining, printable
+from anybit.errors import FileError
 
 MOST_ENTRIES = 2**28
 MOST_GROWTH = 2**24
@@ -49,16 +44,14 @@ Outside = tuple[str, int, tuple[int, ...]]
 """Name, type and shape of a constant that is not in the graph."""
 
 
-def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: str, infer: Any, session: Any) -> None:
+def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: str, strict: bool) -> None:
     """Refuse a graph whose constants would unfold to absurd sizes (rule 1) or whose values are absurd (rule 2).
 
     Args:
         model: The model. It is changed: small constants take the place of the nodes that compute them.
         outside: The constants that it uses and that are not in it; their values are not looked at.
         where: The file, for errors.
-        infer: Returns the model with the shapes of its values. Without ONNX's own propagation of data, which unfolds
-            any range to its full length.
-        session: Makes an ONNX Runtime session of a model, without optimizations.
+        strict: Whether the shapes of all values must follow from those of the inputs.
     """
     constants = {name: math.prod(shape) for name, _, shape in outside}
     dims = [d for v in model.graph.input if v.name not in constants for d in v.type.tensor_type.shape.dim]
@@ -66,12 +59,12 @@ def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: st
     for dim in free:  # some write a free size as 0 or -1
         dim.ClearField("dim_value")
     _take_constants(model.graph)
-    shapes = _settled(model, infer, session, where=where)
+    shapes = _settled(model, where=where, strict=strict)
     _check_constants(model.graph, shapes, constants, where=where)
     for dim in free:
         dim.dim_value = 1
     with contextlib.suppress(FileError):  # not every network works at sizes of one; then those above are taken
-        shapes = _settled(model, infer, session, where=where)
+        shapes = _settled(model, where=where, strict=strict)
     for name, sizes in shapes.items():
         if _entries(sizes) > MOST_ENTRIES:
             raise FileError(f"{where}: {printable(name, 60)!r} would have the shape {list(sizes[:8])}")
@@ -80,19 +73,21 @@ def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: st
 Sizes = tuple[int | None, ...]
 
 
-def _settled(model: onnx.ModelProto, infer: Any, session: Any, *, where: str) -> dict[str, Sizes]:
+def _settled(model: onnx.ModelProto, *, where: str, strict: bool) -> dict[str, Sizes]:
     """Compute small constants until no more sizes come to light; return the sizes of all values."""
-    shapes = _shapes(infer(model))
+    shapes = _shapes(model, where=where, strict=strict)
     for _ in range(_ROUNDS):
-        if not _fold(model, shapes, session, where=where):
+        if not _fold(model, shapes, where=where):
             break
-        shapes = _shapes(infer(model))
+        shapes = _shapes(model, where=where, strict=strict)
     return shapes
 
 
-def _shapes(model: onnx.ModelProto) -> dict[str, Sizes]:
+def _shapes(model: onnx.ModelProto, *, where: str, strict: bool) -> dict[str, Sizes]:
     """Return the sizes of all values that have a known number of dimensions; a free one is None."""
-    graph = model.graph
+    with explaining(FileError, f"{where}: the graph is no valid ONNX"):
+        # Without ONNX's own propagation of data, which unfolds any range to its full length.
+        graph = onnx.shape_inference.infer_shapes(model, check_type=strict, strict_mode=strict).graph
     found = {v.name: _sizes(v.type) for v in [*graph.input, *graph.value_info, *graph.output]}
     found |= {t.name: tuple(t.dims) for t in graph.initializer}
     return {name: sizes for name, sizes in found.items() if sizes is not None}
@@ -123,11 +118,10 @@ def _take_constants(graph: GraphProto) -> None:
             graph.initializer[-1].name = node.output[0]
         else:
             kept.append(node)
-    del graph.node[:]
-    graph.node.extend(kept)
+    set_nodes(graph, kept)
 
 
-def _fold(model: onnx.ModelProto, shapes: Mapping[str, Sizes], session: Any, *, where: str) -> bool:
+def _fold(model: onnx.ModelProto, shapes: Mapping[str, Sizes], *, where: str) -> bool:
     """Replace nodes that make small constants by what they make; return whether there were any."""
     graph = model.graph
     held = {
@@ -146,12 +140,11 @@ def _fold(model: onnx.ModelProto, shapes: Mapping[str, Sizes], session: Any, *, 
             nodes.append(node)
             known.update(node.output)
     if nodes:
-        made |= _computed(model, nodes, held, session, where=where)
+        made |= _computed(model, nodes, held, where=where)
     kept = [node for node in graph.node if not made.keys() & set(node.output)]
     if len(kept) == len(graph.node):
         return False
-    del graph.node[:]
-    graph.node.extend(kept)
+    set_nodes(graph, kept)
     graph.initializer.extend(numpy_helper.from_array(np.asarray(value), name) for name, value in made.items())
     return True
 
@@ -163,7 +156,7 @@ def _is_fixed(node: NodeProto) -> bool:
 
 
 def _computed(
-    model: onnx.ModelProto, nodes: list[NodeProto], held: Mapping[str, TensorProto], session: Any, *, where: str
+    model: onnx.ModelProto, nodes: list[NodeProto], held: Mapping[str, TensorProto], *, where: str
 ) -> dict[str, Any]:
     """Let ONNX Runtime compute some constants, each of them small."""
     names = [name for node in nodes for name in node.output if name]
@@ -173,10 +166,9 @@ def _computed(
     part.graph.node.extend(nodes)
     part.graph.initializer.extend(tensor for name, tensor in held.items() if name in used)
     part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    try:
-        return dict(zip(names, session(part).run(None, {}), strict=True))
-    except Exception as error:  # ONNX Runtime has no common base for its exceptions
-        raise FileError(f"{where}: its constants cannot be computed ({printable(error, 200)})") from error
+    engine = compile_model(OnnxModel(part), exact=False, threads=1, where=where, optimize=False)
+    with explaining(FileError, f"{where}: its constants cannot be computed"):
+        return dict(zip(names, engine.run(None, {}), strict=True))
 
 
 def _check_constants(graph: GraphProto, shapes: Mapping[str, Sizes], held: Mapping[str, int], *, where: str) -> None:
@@ -201,46 +193,3 @@ def _check_constants(graph: GraphProto, shapes: Mapping[str, Sizes], held: Mappi
                     f"{where}: {printable(name, 60)!r} would have the shape {list(found or ())[:8]}, computed from "
                     f"constants alone; at most {MOST_GROWTH:,} entries may be"
                 )
-
-
-def setting(name: str, usual: float, most: float, unit: str) -> float:
-    """Return the number that an environment variable sets, or the usual one."""
-    text = os.environ.get(name, "")
-    try:
-        found = float(text or usual)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < most:  # NaN is not
-        raise SpecError(f"{name} must be a number of {unit} such as {usual:g}, got {printable(text, 40)!r}")
-    return found
-
-
-def memory_limit() -> int:
-    """Return how many bytes all runs of this process may work with at a time."""
-    return int(setting(SETTING, WORKING_MEMORY / 2**30, 2**20, "gigabytes") * 2**30)
-
-
-_limited: list[int] = []
-
-
-def limit_memory(runtime: Any, options: Any) -> None:
-    """Let a session of ONNX Runtime share the pool of working memory of this process, which has a limit."""
-    if not _limited:
-        info = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
-        runtime.create_and_register_allocator(info, runtime.OrtArenaCfg({"max_mem": memory_limit()}))
-        _limited.append(memory_limit())
-    options.add_session_config_entry("session.use_env_allocators", "1")
-
-
-def memory_advice(reason: str) -> str:
-    """Return what to do about a run that failed, if it failed for want of working memory; else nothing.
-
-    >>> memory_advice("Available memory of 5 is smaller than requested bytes of 9")
-    '; it wants more than 4 GB to work with: take smaller batches or pictures, or set ANYBIT_MEMORY_GB'
-    >>> memory_advice("Got invalid dimensions")
-    ''
-    """
-    if "smaller than requested bytes" not in reason and "Failed to allocate memory" not in reason:
-        return ""
-    limit = _limited[0] if _limited else WORKING_MEMORY
-    return f"; it wants more than {limit / 2**30:g} GB to work with: take smaller batches or pictures, or set {SETTING}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,9 @@ from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 
 from anybit.artifact.bounds import check_sizes
 from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite
-from anybit.artifact.runtime import compile_model
-from anybit.common.text import printable, quoted
+from anybit.common.text import explaining, printable, quoted
 from anybit.errors import FileError, SpecError
-from anybit.graph.from_onnx import OPSET as OPSET
-from anybit.graph.from_onnx import outlined, subgraphs
+from anybit.graph.onnx_nodes import OPSET, outlined, subgraphs
 from anybit.plan.extras import decompress
 from anybit.plan.points import Bias, Weight
 
@@ -218,22 +215,12 @@ def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, 
 
     # The shapes of other domains' operators, and of what comes out of branches and loops, nobody infers.
     strict = not any(node.domain or next(subgraphs(node), None) is not None for node in model.graph.node)
-
-    def infer(model: onnx.ModelProto) -> onnx.ModelProto:
-        try:
-            return onnx.shape_inference.infer_shapes(model, check_type=strict, strict_mode=strict)
-        except Exception as error:  # the C++ side raises what it likes
-            raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
-
     ends = [value.type.tensor_type for value in [*probe.graph.input, *probe.graph.output]]
     shapeless = [kind for kind in ends if not kind.HasField("shape")]
     for kind in shapeless:  # the checker wants shapes that some files lack, and looks no further
         kind.shape.SetInParent()
-    try:
+    with explaining(FileError, f"{where}: the graph is no valid ONNX"):
         onnx.checker.check_model(probe)
-    except Exception as error:
-        raise FileError(f"{where}: the graph is no valid ONNX ({printable(error, 200)})") from error
     for kind in shapeless:
         kind.ClearField("shape")
-    plain = partial(compile_model, exact=False, threads=1, where=where, optimize=False)
-    check_sizes(probe, outside, where=where, infer=infer, session=lambda part: plain(OnnxModel(part)))
+    check_sizes(probe, outside, where=where, strict=strict)

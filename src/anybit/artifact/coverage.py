@@ -20,7 +20,8 @@ from anybit.artifact.model import OnnxModel, all_graphs
 from anybit.artifact.runtime import TYPES, compile_model, run_in_time, time_limit
 from anybit.common.text import printable
 from anybit.errors import DataError
-from anybit.graph.from_onnx import attributes, read_onnx
+from anybit.graph.from_onnx import read_onnx
+from anybit.graph.onnx_nodes import attributes
 from anybit.graph.view import Graph, Node, origins
 from anybit.plan.points import Plan, Weight
 from anybit.plan.sites import PRODUCTS

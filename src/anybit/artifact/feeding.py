@@ -15,7 +15,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ import numpy.typing as npt
 
 from anybit.artifact.pictures import LARGEST, pillow
 from anybit.common.strict import from_mapping
-from anybit.common.text import printable, quoted
+from anybit.common.text import did_you_mean, printable, quoted
 from anybit.errors import DataError, RecipeError, SpecError
 
 Floats = npt.NDArray[np.float32]
@@ -95,9 +94,8 @@ class Preprocessing:
         (0.485, 0.456, 0.406)
         """
         if name not in PRESETS:
-            close = get_close_matches(name, PRESETS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(PRESETS)}"
-            raise SpecError(f"no preprocessing is called {quoted(name)}; {hint}")
+            hint = did_you_mean(name, PRESETS) or f"; there are {', '.join(PRESETS)}"
+            raise SpecError(f"no preprocessing is called {quoted(name)}{hint}")
         return PRESETS[name]
 
     @classmethod
@@ -224,17 +222,12 @@ class Preprocessing:
         shape = (1, 1, count) if self.layout == "nhwc" else (count, 1, 1)
         return np.array(factor, np.float32).reshape(shape), np.array(offset, np.float32).reshape(shape)
 
-    def normalize(self, pixels: Bytes, out: Floats | None = None) -> Floats:
-        """Return bytes of shape (height, width[, 3]) as numbers in the layout of the network, without a batch.
-
-        Args:
-            pixels: Of one picture, in grey, or red, green, blue.
-            out: Where to write the numbers; a new array if not given.
-        """
+    def normalize(self, pixels: Bytes) -> Floats:
+        """Return bytes (height, width[, 3]), in grey or red, green, blue, as numbers in the network's layout."""
         pixels = pixels.reshape(*pixels.shape[:2], -1)
         pixels = pixels[..., ::-1] if self.channels == "bgr" else pixels
         factor, offset = self._line
-        values = np.multiply(pixels if self.layout == "nhwc" else pixels.transpose(2, 0, 1), factor, out=out)
+        values = np.multiply(pixels if self.layout == "nhwc" else pixels.transpose(2, 0, 1), factor)
         return np.subtract(values, offset, out=values)
 
     def pixels(self, values: Floats) -> Bytes:

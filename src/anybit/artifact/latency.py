@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from anybit.artifact.master import Master
+from anybit.artifact.prefer import interleaved
 from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.reconstruct import Feed
 from anybit.artifact.runtime import compile_model
@@ -65,14 +66,8 @@ class Clock:
 
     def times(self, *engines: Any) -> list[list[float]]:
         """Return the seconds of every round for each engine; they take turns, so that a busy moment hits all."""
-        found: list[list[float]] = [[] for _ in engines]
-        for index in range(ROUNDS + 1):
-            for engine, taken in zip(engines, found, strict=True):
-                begin = time.perf_counter()
-                engine.run(None, dict(self.feed))
-                if index:  # the first round warms up
-                    taken.append(time.perf_counter() - begin)
-        return found
+        runs = {str(i): partial(engine.run, None, dict(self.feed)) for i, engine in enumerate(engines)}
+        return list(interleaved(runs, rounds=ROUNDS, seconds=math.inf).values())
 
     def seconds(self, weights: Mapping[str, int]) -> float:
         """Return how long a run takes at these widths: the median."""

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from anybit.artifact.header import Header
 from anybit.artifact.master import Master
 from anybit.artifact.model import OnnxModel
-from anybit.graph.from_onnx import attributes, read_onnx
+from anybit.graph.from_onnx import read_onnx
+from anybit.graph.onnx_nodes import attributes
 from anybit.graph.view import Graph, Node, origins
 from anybit.plan.points import Bias, Plan, Weight
 from anybit.plan.windows import Windows

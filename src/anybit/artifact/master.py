@@ -110,8 +110,7 @@ def write_master(path: str | Path, model: onnx.ModelProto | OnnxModel, header: H
 def stored(model: OnnxModel, header: Header, *, where: str) -> OnnxModel:
     """Return a model with its weights as the header says they are stored."""
     weights = {weight.place: weight for weight in header.plan.weights} if header.store != "fp32" else {}
-    out = OnnxModel(onnx.ModelProto(), dict(model.arrays))
-    out.proto.CopyFrom(model.proto)
+    out = model.copy()
     del out.proto.metadata_props[:]
     del out.graph.value_info[:]
     before: list[NodeProto] = []

@@ -17,7 +17,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from anybit.graph.from_onnx import subgraphs
+from anybit.graph.onnx_nodes import subgraphs
 
 Array = NDArray[Any]
 Load = Callable[[], Array]

@@ -13,7 +13,7 @@ from onnx.inliner import inline_local_functions
 
 from anybit.artifact.model import OnnxModel, all_graphs, set_nodes
 from anybit.errors import FileError
-from anybit.graph.from_onnx import used_by
+from anybit.graph.onnx_nodes import used_by
 
 QUANTIZED = {
     "QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearConcat",
@@ -68,8 +68,7 @@ def _free_sizes(graph: onnx.GraphProto) -> None:
         for d, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.dim_value < 1 and not dim.dim_param:
                 dim.dim_param = f"{value.name}_{d}"
-    inner = [value for part in list(all_graphs(graph))[1:] for value in part.output]
-    for value in [*graph.output, *inner]:
+    for value in graph.output:
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.ClearField("shape")
 

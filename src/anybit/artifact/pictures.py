@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from anybit.common.text import printable
-from anybit.errors import AnybitError, DataError, MissingDependency
+from anybit.common.text import explaining
+from anybit.errors import DataError, MissingDependency
 
 PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".ppm", ".pgm"}
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "PPM")
@@ -59,13 +59,9 @@ def decode(data: bytes, *, formats: Sequence[str] = FORMATS, largest: int = LARG
             known = ", ".join(formats[:-1]).replace("WEBP", "WebP")
             raise DataError(f"is no picture of a known type; {known} or {formats[-1]} is expected") from error
         _check_work(picture, data, largest)
-        try:
+        with explaining(DataError, "is broken or cut short", "; save it again and retry"):
             picture.load()
             return _in_bytes(picture, image)
-        except AnybitError:
-            raise
-        except Exception as error:  # Pillow's readers have no common base for what they raise on broken files
-            raise DataError(f"is broken or cut short ({printable(error, 120)}); save it again and retry") from error
 
 
 def _check_work(picture: Any, data: bytes, largest: int) -> None:

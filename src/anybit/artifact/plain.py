@@ -14,9 +14,9 @@ from anybit.artifact import protobuf_scan
 from anybit.artifact.check import OLDEST, bytes_of, check_length, check_model, tensors_of
 from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, set_nodes, shaped
 from anybit.artifact.normalize import as_bytes, normalize
-from anybit.common.text import printable
+from anybit.common.text import explaining
 from anybit.errors import FileError
-from anybit.graph.from_onnx import OPSET, computed, outlined
+from anybit.graph.onnx_nodes import OPSET, computed, outlined
 
 Array = npt.NDArray[Any]
 
@@ -30,7 +30,7 @@ def read_model_file(path: Path) -> OnnxModel:
     """Read somebody's ONNX model and bring it into the form that a master has."""
     size = protobuf_scan.size_of(path, what="an ONNX model")
     model = OnnxModel(onnx.ModelProto())
-    try:
+    with explaining(FileError, f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators"):
         with path.open("rb") as file:
             protobuf_scan.check_cost(file, size)
         model.proto.ParseFromString(path.read_bytes())
@@ -43,13 +43,6 @@ def read_model_file(path: Path) -> OnnxModel:
         _settle(model)
         _settle_casts(model)
         _fold_constants(model)
-    except FileError:
-        raise
-    except Exception as error:  # the C++ side raises what it likes
-        reason = printable(error, 200)
-        raise FileError(
-            f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators ({reason})"
-        ) from error
     proto = model.proto
     proto.ir_version = 10
     del proto.metadata_props[:]

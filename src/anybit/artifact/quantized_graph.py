@@ -22,9 +22,8 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-from anybit.artifact.check import OPSET
 from anybit.artifact.master import Master
-from anybit.artifact.model import OnnxModel, all_graphs
+from anybit.artifact.model import OnnxModel, all_graphs, set_nodes
 from anybit.artifact.weight_nodes import (
     largest,
     transposed,
@@ -33,6 +32,7 @@ from anybit.artifact.weight_nodes import (
     weight_tensors,
     with_one_zero,
 )
+from anybit.graph.onnx_nodes import OPSET
 from anybit.plan.codes import Codes
 from anybit.plan.grid import Grid
 from anybit.plan.numbers import Numbers
@@ -92,8 +92,7 @@ def quantized_graph(
     for node in graph.node:
         nodes += _again_on_bytes(graph, node, flow)
         nodes += _with_points(graph, node, flow)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, nodes)
     return model, saturates
 
 
@@ -178,8 +177,7 @@ def _transpose(graph: onnx.GraphProto, codes: dict[str, Codes]) -> None:
     kept = [node for node in graph.node if not turned.keys() & set(node.output)]
     for node in kept:
         node.input[:] = [turned.get(name, name) for name in node.input]
-    del graph.node[:]
-    graph.node.extend(kept)
+    set_nodes(graph, kept)
 
 
 def _biases(model: OnnxModel, numbers: Numbers) -> list[NodeProto]:

@@ -1,13 +1,13 @@
 """`reconstruct`: fit rounding, ranges and biases of some widths to a few hundred inputs, without labels.
 
-The layers are dealt with in the order of the network. ONNX Runtime runs it twice up to each of them, in floating point
+The layers are dealt with in the order of the network. ONNX Runtime runs it twice, piece by piece, in floating point
 and at the width with all layers in front done already; `plan.reconstruct` decides the rest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,14 +18,16 @@ from onnx import TensorProto, helper
 
 from anybit.artifact.layers import Layer, Use, complete, layers_of
 from anybit.artifact.master import Master, open_master, write_master
+from anybit.artifact.model import names_in
 from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import compile_model
+from anybit.artifact.segments import Known, behind, cut
 from anybit.common.bars import progress_bars
 from anybit.common.progress import Advance
 from anybit.errors import DataError, SpecError
 from anybit.plan.codes import encode
 from anybit.plan.extras import Rounded, Shift, mark_of, pack
-from anybit.plan.grid import Grid, dequantize, make_grid, quantize
+from anybit.plan.grid import Grid, make_grid
 from anybit.plan.numbers import Kept, Numbers
 from anybit.plan.points import Activation, Bias, Plan, Weight, Widths
 from anybit.plan.reconstruct import Seen, grouped, round_weight
@@ -34,14 +36,11 @@ from anybit.spec import FLOAT, Bits, Range, widths_of
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Array]
 
-ROWS = 16384
-"""Rows of a layer's input that are looked at, at least; more for kernels with many inputs."""
+ROWS, TIMES = 4096, 24
+"""Rows of a layer's input that are looked at, at least, and for each input of its kernel."""
 
 BATCH = 32
 """Inputs that are run at a time."""
-
-STAGES = 16
-"""How often the network is run, at most: layers that are dealt with together see each other rounded to nearest."""
 
 NARROW = 8
 """From this width on rounding to nearest is as good."""
@@ -140,17 +139,30 @@ def _listed(given: Any) -> list[Any]:
 
 
 def runner(
-    master: Master, plan: Plan, widths: Widths, names: Sequence[str], kept: Kept | None = None
+    master: Master,
+    plan: Plan,
+    widths: Widths,
+    names: Sequence[str],
+    kept: Kept | None = None,
+    known: Collection[str] = (),
 ) -> Callable[[Feed], dict[str, Array]]:
-    """Return what runs a master with these widths, no further than it must, and gives the values that are named."""
-    numbers = Numbers(plan, widths, master.tensors, Kept(2**28) if kept is None else kept)
-    model, exact = quantized_graph(replace(master, header=replace(master.header, plan=plan)), numbers, packed=False)
-    inner = [name for name in names if name not in master.inputs]
+    """Return what runs a master with these widths, no further than it must, and gives the values that are named.
+
+    Values that are `known` are given to it, and nothing in front of them is run.
+    """
+    piece, used = cut(replace(master, header=replace(master.header, plan=plan)), names, known)
+    # Weights that the piece does not have need no codes.
+    apart = {weight.name: FLOAT for weight in plan.weights if weight.place not in used}
+    numbers = Numbers(plan, {**widths, **apart}, master.tensors, Kept(2**28) if kept is None else kept)
+    model, exact = quantized_graph(piece, numbers, packed=False)
+    used = names_in(model.graph)
+    model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])
+    inner = [name for name in names if name not in master.inputs and name not in known]
     ends = {value.name: value for value in model.graph.output}
     wanted = [ends.get(name) or helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inner]
     del model.graph.output[:]
     model.graph.output.extend(wanted)
-    engine = compile_model(model, exact=exact, threads=None, where=str(master.path)) if inner else None
+    engine = compile_model(model, exact=exact, threads=None, spin=False, where=str(master.path)) if inner else None
 
     def run(feed: Feed) -> dict[str, Array]:
         values = {name: feed[name] for name in names if name in feed}
@@ -173,56 +185,64 @@ def runner(
 class _Width:
     """The reconstruction of one width: a plan that grows layer by layer."""
 
-    def __init__(self, master: Master, plan: Plan, bits: Bits, feeds: list[dict[str, Array]]) -> None:
-        self.master, self.plan, self.bits, self.feeds = master, plan, bits, feeds
+    def __init__(self, master: Master, plan: Plan, bits: Bits, feeds: Sequence[Feed]) -> None:
+        self.master, self.plan, self.bits = master, plan, bits
         self.widths = dict(plan.widths(bits))
+        self.now, self.exact = (Known(master.model.graph, feeds) for _ in range(2))
 
     def run(self, layers: list[Layer], advance: Advance) -> Plan:
-        """Deal with all layers, a few at a time, and return the plan."""
+        """Deal with all layers, those together that do not see each other, and return the plan."""
         todo = [layer for layer in layers if self.widths[layer.weight.name] != FLOAT]
-        size = math.ceil(len(todo) / STAGES)
-        for start in range(0, len(todo), size or 1):
-            stage = todo[start : start + size]
-            self._stage(stage)
-            advance(size)
+        needs = behind(self.master.model.graph, {layer.weight.place for layer in todo})
+        while todo:
+            left = {layer.weight.place for layer in todo}
+            settled = {use.value for layer in todo for use in layer.uses if not left & needs.get(use.value, set())}
+            # The first one may see itself: a weight that is used twice, or in a loop.
+            stage = [layer for layer in todo if layer is todo[0] or all(use.value in settled for use in layer.uses)]
+            todo = [layer for layer in todo if layer not in stage]
+            self._stage(stage, settled)
+            for known in (self.now, self.exact):
+                known.forget_all_but([use.value for layer in todo for use in layer.uses])
+            advance(len(stage))
         return self.plan
 
-    def _stage(self, stage: list[Layer]) -> None:
+    def _stage(self, stage: list[Layer], settled: set[str]) -> None:
+        """Deal with some layers; `settled` are their inputs that no later layer changes."""
         uses = [(layer, use) for layer in stage for use in layer.uses]
         seen = {id(use): Seen() for _, use in uses}
         fresh = {point for _, use in uses for point in use.points if self.widths[point] != FLOAT}
         draw = np.random.default_rng(0)
-        rows = {layer.weight.name: -(-max(ROWS, 4 * _inputs(layer.weight)) // len(self.feeds)) for layer in stage}
+        count = len(self.now.feeds)
+        rows = {w.name: -(-max(ROWS, TIMES * _inputs(w)) // count) for w in (layer.weight for layer in stage)}
         for index, (now, exact) in enumerate(self._values([use.value for _, use in uses], fresh)):
-            found: list[tuple[Layer, Use, Array, Array]] = []
-            for layer, use in uses:
-                seed, shape, most = int(draw.integers(2**32)), layer.weight.shape, rows[layer.weight.name]
-                x, y = (use.rows(values[use.value], shape, most, seed) for values in (now, exact))
-                found.append((layer, use, x, y))
             if index == 0:
-                self._set_ranges(found)
-            for _, use, x, y in found:
-                grid = self._grid(use.points)
-                seen[id(use)].add(x if grid is None else _on(x, grid), y)
+                self._set_ranges(uses, now, rows)
+            now = {use.value: self._on_grid(now[use.value], use.points) for _, use in uses}
+            for known, values in ((self.now, now), (self.exact, exact)):
+                known.keep(index, {name: value for name, value in values.items() if name in settled})
+            for layer, use in uses:
+                seed, most = int(draw.integers(2**32)), rows[layer.weight.name]
+                seen[id(use)].add(*(use.rows(v[use.value], layer.weight.shape, most, seed) for v in (now, exact)))
         for layer in stage:
             self._round(layer, [seen[id(use)] for use in layer.uses])
 
-    def _grid(self, points: tuple[str, ...]) -> Grid | None:
-        """Return the grid that an input is on; all points that it is put together from share it."""
+    def _on_grid(self, x: Array, points: tuple[str, ...]) -> Array:
+        """Return an input on its grid; all points that it is put together from share it."""
         known = [p for p in points if self.widths[p] != FLOAT]
-        return self.plan.activation(known[0]).grid(self.widths[known[0]]) if known else None
+        return _on(x, self.plan.activation(known[0]).grid(self.widths[known[0]])) if known else x
 
     def _values(self, names: list[str], loose: set[str]) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
         """Run all inputs, at the width (but for some points) and in floating point; yield the values named."""
         names = list(dict.fromkeys(names))
-        now = runner(self.master, self.plan, self.widths | dict.fromkeys(loose, FLOAT), names)
-        exact = runner(self.master, self.plan, dict.fromkeys(self.widths, FLOAT), names)
-        for feed in self.feeds:
-            yield now(feed), exact(feed)
+        widths = self.widths | dict.fromkeys(loose, FLOAT)
+        now = runner(self.master, self.plan, widths, names, known=self.now.names)
+        exact = runner(self.master, self.plan, dict.fromkeys(widths, FLOAT), names, known=self.exact.names)
+        for ours, theirs in zip(self.now, self.exact, strict=True):
+            yield now(ours), exact(theirs)
 
-    def _set_ranges(self, found: list[tuple[Layer, Use, Array, Array]]) -> None:
+    def _set_ranges(self, uses: list[tuple[Layer, Use]], values: Feed, rows: dict[str, int]) -> None:
         """Choose for each input of less than 8 bits the part of its range with the least error of layers' outputs."""
-        for ranges in dict.fromkeys(self.plan.activation(p).ranges for _, use, _, _ in found for p in use.points):
+        for ranges in dict.fromkeys(self.plan.activation(p).ranges for _, use in uses for p in use.points):
             group = [a for a in self.plan.activations if a.ranges == ranges]  # joined points share their range
             width = self.widths[group[0].name]
             old = group[0].range_at(width)
@@ -230,8 +250,11 @@ class _Width:
                 continue
             names = {a.name for a in group}
             fed = [
-                (grouped(self.master.weights[layer.weight.name], layer.weight, stacked=layer.stacked), x)
-                for layer, use, x, _ in found
+                (
+                    grouped(self.master.weights[layer.weight.name], layer.weight, stacked=layer.stacked),
+                    use.rows(values[use.value], layer.weight.shape, rows[layer.weight.name], 0),
+                )
+                for layer, use in uses
                 if names.intersection(use.points)
             ]
             costs = {part: _cost(_part(old, part), group[0], width, fed) for part in PARTS}
@@ -279,7 +302,13 @@ def _with(plan: Plan, new: Weight | Bias) -> Plan:
 
 
 def _on(x: Array, grid: Grid) -> Array:
-    return np.asarray(dequantize(quantize(x, grid), grid), np.float32)
+    """Return values on a grid, as `dequantize(quantize(x, grid), grid)` gives them, in one array."""
+    with np.errstate(over="ignore"):
+        out = np.asarray(x / grid.scale, np.float32)
+    np.rint(out, out=out)
+    np.clip(out, grid.low - grid.zero, grid.high - grid.zero, out=out)
+    out *= grid.scale
+    return out
 
 
 def _part(old: Range, part: float) -> Range:

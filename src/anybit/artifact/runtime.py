@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from anybit.artifact.bounds import limit_memory, memory_advice, setting
 from anybit.artifact.model import OnnxModel
-from anybit.common.text import printable
-from anybit.errors import DataError, FileError
+from anybit.common.text import explaining, printable
+from anybit.errors import DataError, FileError, SpecError
 
 EXACT = "session.x64quantprecision"
 """Without it, processors that lack VNNI add up products of 8-bit weights in 16 bits, and saturate."""
 
 NOTHING = 4
 """What it has to say is in the exceptions that it raises."""
+
+WORKING_MEMORY, MEMORY_SETTING = 4 * 2**30, "ANYBIT_MEMORY_GB"
+"""Bytes that all runs of a process may work with at a time, weights not counted, and what sets another limit."""
 
 SECONDS, SETTING = 300.0, "ANYBIT_SECONDS"
 """How long one run on a calibration input may take, and the environment variable that sets another limit."""
@@ -42,10 +44,13 @@ def onnxruntime() -> Any:
     return onnxruntime
 
 
-def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: str, optimize: bool = True) -> Any:
+def compile_model(
+    model: OnnxModel, *, exact: bool, threads: int | None, where: str, optimize: bool = True, spin: bool = True
+) -> Any:
     """Return a session of ONNX Runtime for a model; one that it does not take is an error that names the file.
 
-    Without `optimize` it runs node by node, as it is written.
+    Without `optimize` it runs node by node, as it is written; without `spin` its threads sleep between runs, and leave
+    the processor to whoever looks at the results.
     """
     ort = onnxruntime()
     options = ort.SessionOptions()
@@ -54,6 +59,8 @@ def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: 
     if threads is not None:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
+    if not spin:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if exact and sums_saturate():
@@ -62,12 +69,9 @@ def compile_model(model: OnnxModel, *, exact: bool, threads: int | None, where: 
     values = [ort.OrtValue.ortvalue_from_numpy(model.array(tensor)) for tensor in outside]
     if outside:
         options.add_external_initializers([tensor.name for tensor in outside], values)
-    try:
+    with explaining(FileError, f"{where}: ONNX Runtime does not take this graph"):
         data = model.proto.SerializeToString()
         engine = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime has no common base for its exceptions
-        reason = printable(error, 200)
-        raise FileError(f"{where}: ONNX Runtime does not take this graph ({reason})") from error
     engine.large_tensors = values  # it computes on the arrays themselves, so they must live as long as it does
     return engine
 
@@ -125,3 +129,49 @@ def run_in_time(engine: Any, outputs: Sequence[str] | None, feed: Mapping[str, A
     finally:
         clock.cancel()
     return found
+
+
+# Limits
+
+
+def setting(name: str, usual: float, most: float, unit: str) -> float:
+    """Return the number that an environment variable sets, or the usual one."""
+    text = os.environ.get(name, "")
+    try:
+        found = float(text or usual)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < most:  # NaN is not
+        raise SpecError(f"{name} must be a number of {unit} such as {usual:g}, got {printable(text, 40)!r}")
+    return found
+
+
+def memory_limit() -> int:
+    """Return how many bytes all runs of this process may work with at a time."""
+    return int(setting(MEMORY_SETTING, WORKING_MEMORY / 2**30, 2**20, "gigabytes") * 2**30)
+
+
+_limited: list[int] = []
+
+
+def limit_memory(ort: Any, options: Any) -> None:
+    """Let a session of ONNX Runtime share the pool of working memory of this process, which has a limit."""
+    if not _limited:
+        info = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+        ort.create_and_register_allocator(info, ort.OrtArenaCfg({"max_mem": memory_limit()}))
+        _limited.append(memory_limit())
+    options.add_session_config_entry("session.use_env_allocators", "1")
+
+
+def memory_advice(reason: str) -> str:
+    """Return what to do about a run that failed, if it failed for want of working memory; else nothing.
+
+    >>> memory_advice("Available memory of 5 is smaller than requested bytes of 9")
+    '; it wants more than 4 GB to work with: take smaller batches or pictures, or set ANYBIT_MEMORY_GB'
+    >>> memory_advice("Got invalid dimensions")
+    ''
+    """
+    if "smaller than requested bytes" not in reason and "Failed to allocate memory" not in reason:
+        return ""
+    limit = f"{(_limited[0] if _limited else WORKING_MEMORY) / 2**30:g} GB"
+    return f"; it wants more than {limit} to work with: take smaller batches or pictures, or set {MEMORY_SETTING}"

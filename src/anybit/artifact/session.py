@@ -7,10 +7,10 @@ logits = session.run(x)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from anybit.artifact.bounds import memory_advice
 from anybit.artifact.coverage import cast_values, table_rows
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.inputs import Input, inputs_of
@@ -26,11 +25,10 @@ from anybit.artifact.made_up import made_up_inputs, shapes_in
 from anybit.artifact.master import Master, open_master
 from anybit.artifact.prefer import ASKED, WEIGHTS, Notes, Times, check_preference, fastest, forms, interleaved
 from anybit.artifact.quantized_graph import quantized_graph
-from anybit.artifact.runtime import TYPES, compile_model
+from anybit.artifact.runtime import TYPES, compile_model, memory_advice
 from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.plan.numbers import Kept, Numbers
-from anybit.plan.points import Plan
 from anybit.spec import Bits, LayerWidths
 
 Array = npt.NDArray[Any]
@@ -83,17 +81,24 @@ class Session:
     """A master at one width at a time. `run` and `set_bits` may be called from any number of threads.
 
     A switch is one assignment at its very end: every run sees the old width or the new one, whole.
+
+    Attributes:
+        plan: What is quantized, over which range, and where the range came from.
+        inputs: The names of the network's inputs.
+        outputs: The names of its outputs.
     """
 
     def __init__(self, master: Master, *, threads: int | None = None, keep: int = 8, prefer: str = "widths") -> None:
         self.master, self.prefer = master, check_preference(prefer)
-        self._threads, self._keep = threads, keep
+        self.plan, self.inputs, self.outputs = master.plan, master.inputs, master.outputs
+        self._threads = threads
         self._forms: dict[tuple[int, ...], str] = {}
-        self._compiling, self._looking, self._measuring = threading.Lock(), threading.Lock(), threading.Lock()
-        self._cache: OrderedDict[tuple[int, ...], Compiled] = OrderedDict()
+        self._compiling, self._measuring = threading.Lock(), threading.Lock()
+        self._kept = Kept(KEEP_BYTES, most=keep)
+        self._now = Compiled(Bits(), (0,), None, 0)  # nothing is compiled yet, and 0 is no width
         self._now = self._compiled(Bits(), None, "widths")
+        self._wanted = set(self.inputs)
         self._takes = [Wanted(value.name, value.type, value.shape) for value in self._now.engine.get_inputs()]
-        self._names = set(self.inputs), self.outputs
 
     @property
     def bits(self) -> Bits:
@@ -106,16 +111,6 @@ class Session:
         return self._now.form
 
     @property
-    def plan(self) -> Plan:
-        """What is quantized, over which range, and where the range came from."""
-        return self.master.plan
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The names of the network's inputs."""
-        return self.master.inputs
-
-    @property
     def takes(self) -> tuple[Input, ...]:
         """The network's inputs: name, type and shape of each."""
         return inputs_of(self.master.graph.graph, self.plan)
@@ -124,11 +119,6 @@ class Session:
     def feeding(self) -> Preprocessing:
         """How pictures become inputs, and the names of the classes, as the master tells them."""
         return Preprocessing.of(self.master.header.about, where=str(self.master.path))
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of the network's outputs."""
-        return self.master.outputs
 
     def set_bits(
         self, *, weights: int, activations: int, layers: LayerWidths | None = None, prefer: str | None = None
@@ -151,11 +141,12 @@ class Session:
         form = ASKED
         if prefer == "speed":
             form, numbers = self._fastest(numbers)
-        key = tuple(numbers.widths.values())
-        found = self._kept(key)
-        if found is None:
-            with self._compiling:  # one at a time; runs and switches to kept widths go on meanwhile
-                found = self._kept(key) or self._compile(bits, key, numbers)
+        key, found = tuple(numbers.widths.values()), self._now
+        if found.key != key:
+            # One is compiled at a time; runs and switches to kept widths go on meanwhile.
+            with contextlib.nullcontext() if key in self._kept else self._compiling:
+                make = functools.partial(self._compile, bits, key, numbers)
+                found = self._kept.get(key, make, lambda made: made.nbytes)
         return found._replace(bits=bits, form=form)
 
     def _fastest(self, numbers: Numbers) -> tuple[str, Numbers]:
@@ -182,26 +173,12 @@ class Session:
         runs = {form: functools.partial(engine.run, None, feed) for form, engine in engines.items()}
         return interleaved(runs, clock=time.thread_time if self._threads == 1 else time.perf_counter)
 
-    def _kept(self, key: tuple[int, ...]) -> Compiled | None:
-        with self._looking:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-            return self._cache.get(key)
-
     def _compile(self, bits: Bits, key: tuple[int, ...], numbers: Numbers) -> Compiled:
-        made = Compiled(bits, key, *self._engine(numbers))
-        with self._looking:
-            self._cache[key] = made
-            while len(self._cache) > 1 and (len(self._cache) > self._keep or self._held() > KEEP_BYTES):
-                self._cache.popitem(last=False)
-        return made
+        return Compiled(bits, key, *self._engine(numbers))
 
     def _engine(self, numbers: Numbers) -> tuple[Any, int]:
         model, exact = quantized_graph(self.master, numbers, packed=False)
         return compile_model(model, exact=exact, threads=self._threads, where=str(self.master.path)), model.nbytes
-
-    def _held(self) -> int:
-        return sum(entry.nbytes for entry in self._cache.values())
 
     def run(self, x: Inputs) -> Any:
         """Return what the network makes of `x`: an array, or a dict of them by name if there are several outputs.
@@ -223,7 +200,7 @@ class Session:
             raise DataError(
                 f"{self.master.path}: this input cannot be run ({printable(error, 300)}){advice}"
             ) from error
-        outputs = dict(zip(self._names[1], results, strict=True))
+        outputs = dict(zip(self.outputs, results, strict=True))
         return (results[0] if len(results) == 1 else outputs), now.bits
 
     def example(self) -> dict[str, Array]:
@@ -249,7 +226,7 @@ class Session:
 
     def _feed(self, x: Inputs) -> dict[str, Array]:
         given = x if isinstance(x, Mapping) else {self.inputs[0]: x}
-        if set(given) != self._names[0]:
+        if given.keys() != self._wanted:
             raise DataError(
                 f"{self.master.path}: the network takes {', '.join(self.inputs)}; got {', '.join(map(str, given))}"
             )

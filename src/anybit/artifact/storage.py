@@ -237,7 +237,8 @@ def read_model(
         spot = f"{where}: tensor {stub.name[:60]!r}"
         if stub.data_location == TensorProto.EXTERNAL or stub.external_data or stub.HasField("segment"):
             raise FileError(f"{spot}: has its data in two places")
-        _fill(model, stub, raw.length, partial(_bytes_of, file, raw), path, raw.start, spot, hold=hold)
+        load = partial(np.fromfile, path, np.uint8, raw.length, offset=raw.start)
+        _fill(model, stub, raw.length, load, load, spot, hold=hold)
         model.graph.initializer.append(stub)
     return model
 
@@ -251,9 +252,9 @@ def _raw_data(file: BinaryIO, field: protobuf_scan.Field) -> protobuf_scan.Field
 
 
 def _fill(
-    model: OnnxModel, tensor: TensorProto, length: int, load: Load, path: Path, start: int, where: str, *, hold: bool
+    model: OnnxModel, tensor: TensorProto, length: int, load: Load, later: Load, where: str, *, hold: bool
 ) -> None:
-    """Give a tensor its numbers: those of `load` now, or from a file each time that somebody looks at them."""
+    """Give a tensor its bytes: those of `load` now, or of `later` each time that somebody looks at them."""
     wanted = bytes_of(tensor, where=where)
     if length != wanted:
         raise FileError(f"{where}: shape {list(tensor.dims)[:8]} needs {wanted} bytes, there are {length}")
@@ -261,15 +262,7 @@ def _fill(
         model.fill(tensor, shaped(load(), tensor))
     else:
         kind = TensorProto(dims=tensor.dims, data_type=tensor.data_type)
-        model.fill_later(tensor, lambda: shaped(np.fromfile(path, np.uint8, length, offset=start), kind))
-
-
-def _bytes_of(file: BinaryIO, field: protobuf_scan.Field) -> Array:
-    data = np.empty(field.length, np.uint8)
-    file.seek(field.start)
-    if file.readinto(data.data) != field.length:  # type: ignore[attr-defined]
-        raise ValueError("the file became shorter while it was read")
-    return data
+        model.fill_later(tensor, lambda: shaped(later(), kind))
 
 
 def _fill_from_second(model: OnnxModel, data: Data | None, path: Path, where: str, *, hold: bool) -> None:
@@ -288,7 +281,8 @@ def _fill_from_second(model: OnnxModel, data: Data | None, path: Path, where: st
         if tensor.raw_data:
             raise FileError(f"{spot}: has its data in two places")
         load = partial(mapped.__getitem__, slice(start, start + length))
-        _fill(model, tensor, length, load, second, start, spot, hold=hold)
+        later = partial(np.fromfile, second, np.uint8, length, offset=start)  # a map would be held, page by page
+        _fill(model, tensor, length, load, later, spot, hold=hold)
 
 
 def _place(tensor: TensorProto, data: Data, where: str) -> tuple[int, int]:

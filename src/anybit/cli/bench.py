@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -65,7 +66,7 @@ def bench(
     record = {
         "master": master.name, "threads": threads, "rounds": rounds, "data": data, "inputs": len(feeds),
         "prefer": prefer, "verdict": verdict(gains),
-        "rows": [gain.to_dict() for gain in gains], "origin": origin(),
+        "rows": [dataclasses.asdict(gain) for gain in gains], "origin": origin(),
     }  # fmt: skip
     if out is not None:
         write_json(out, record)

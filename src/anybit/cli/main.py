@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Annotated, get_type_hints
@@ -10,22 +11,6 @@ import typer
 from rich.markup import escape
 
 from anybit import __version__
-from anybit.cli import (
-    adopt,
-    bench,
-    data,
-    demo,
-    export,
-    reconstruct,
-    report,
-    run,
-    save,
-    search,
-    serve,
-    sweep,
-    train,
-    watch,
-)  # fmt: skip
 from anybit.cli.show import errors
 from anybit.common.text import printable
 from anybit.errors import AnybitError
@@ -58,29 +43,29 @@ def _root(
     pass
 
 
-PANELS: dict[str, dict[str, tuple[Callable[..., object], str]]] = {
+PANELS: dict[str, dict[str, str]] = {
     "Start here": {
-        "demo": (demo.demo, "The whole way in a minute, on embedded data."),
+        "demo": "The whole way in a minute, on embedded data.",
     },
     "Trainers: your own network, ready for every width": {
-        "train": (train.train, "Train a network as a recipe says."),
-        "search": (search.search, "Find the strongest penalty that costs nothing."),
-        "sweep": (sweep.sweep, "Measure a checkpoint at many widths, without data."),
-        "report": (report.report, "Turn measurements into one HTML page."),
-        "data": (data.data, "Say what is in a data set."),
-        "save": (save.save, "Write a checkpoint as one ONNX file for every width."),
+        "train": "Train a network as a recipe says.",
+        "search": "Find the strongest penalty that costs nothing.",
+        "sweep": "Measure a checkpoint at many widths, without data.",
+        "report": "Turn measurements into one HTML page.",
+        "data": "Say what is in a data set.",
+        "save": "Write a checkpoint as one ONNX file for every width.",
     },
     "Integrators: somebody else's file, no PyTorch": {
-        "adopt": (adopt.adopt, "Make a plain ONNX file switchable."),
-        "reconstruct": (reconstruct.reconstruct, "Fit the rounding of some widths to a few inputs."),
-        "export": (export.export, "Write one width as plain ONNX."),
-        "run": (run.run, "Run inputs at the width you or a policy choose."),
-        "watch": (watch.watch, "Show battery and width, live."),
-        "serve": (serve.serve, "Try a file at every width in the browser."),
-        "bench": (bench.bench, "Measure what each width gains and what it loses."),
+        "adopt": "Make a plain ONNX file switchable.",
+        "reconstruct": "Fit the rounding of some widths to a few inputs.",
+        "export": "Write one width as plain ONNX.",
+        "run": "Run inputs at the width you or a policy choose.",
+        "watch": "Show battery and width, live.",
+        "serve": "Try a file at every width in the browser.",
+        "bench": "Measure what each width gains and what it loses.",
     },
 }
-"""The verbs by who needs them, each with what it does in one line."""
+"""The verbs by who needs them, each with what it does in one line; a verb is the function in the file of its name."""
 
 
 def _literally(function: Callable[..., object]) -> Callable[..., object]:
@@ -98,7 +83,8 @@ _escaped: set[int] = set()
 """The options whose help texts are done: verbs share some."""
 
 for panel, verbs in PANELS.items():
-    for name, (function, short) in verbs.items():
+    for name, short in verbs.items():
+        function = getattr(importlib.import_module(f"anybit.cli.{name}"), name)
         app.command(name=name, short_help=short, rich_help_panel=panel)(_literally(function))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+
+from anybit.errors import AnybitError
 
 LONGEST = 2000
 """Characters of the longest message that is shown."""
@@ -32,6 +35,27 @@ def first_line(error: BaseException, length: int = 200) -> str:
     ('no such thing', 'KeyError')
     """
     return printable((str(error).strip() or type(error).__name__).partition("\n")[0], length)
+
+
+@contextlib.contextmanager
+def explaining(
+    kind: type[AnybitError], what: str, advice: str = "", reason: Callable[[BaseException, int], str] = printable
+) -> Iterator[None]:
+    """Turn whatever a library raises in this block into one sentence: what failed, its own words, what to do.
+
+    Readers of files have no common base for what they raise on broken ones. Errors of ours go through as they are.
+
+    >>> with explaining(AnybitError, "x.npz: not a whole file", "; save it again"):
+    ...     raise KeyError("no such thing")
+    Traceback (most recent call last):
+    anybit.errors.AnybitError: x.npz: not a whole file ('no such thing'); save it again
+    """
+    try:
+        yield
+    except AnybitError:
+        raise
+    except Exception as error:
+        raise kind(f"{what} ({reason(error, 200)}){advice}") from error
 
 
 def did_you_mean(word: str, known: Iterable[str], *, where: str = "", cutoff: float = 0.6) -> str:

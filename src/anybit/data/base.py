@@ -74,15 +74,22 @@ class Split:
 
     def digest(self) -> str:
         """Return a checksum over inputs and labels; of files, over their names, sizes and times."""
-        total = hashlib.blake2b(str(tuple(self.x.shape)).encode(), digest_size=16)
-        total.update(bytes_of(self.x) if isinstance(self.x, Tensor) else self.x.digest().encode())
-        total.update(bytes_of(self.y))
-        return total.hexdigest()
+        shape = str(tuple(self.x.shape)).encode()
+        return checksum([shape, self.x if isinstance(self.x, Tensor) else self.x.digest().encode(), self.y])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, as a checksum takes them."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def checksum(values: Iterable[Any]) -> str:
+    """Return a checksum over tensors, bytes, and whatever else by how it prints."""
+    total = hashlib.blake2b(digest_size=16)
+    for value in values:
+        data = bytes_of(value) if isinstance(value, Tensor) else value
+        total.update(data if isinstance(data, memoryview | bytes) else repr(data).encode())
+    return total.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -116,13 +123,9 @@ class Given:
 
     def digest(self) -> str:
         """Return a checksum over all batches, as they come after one fixed seed."""
-        total = hashlib.blake2b(digest_size=16)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            for batch in self.loader:
-                for leaf in pytree.tree_leaves(batch):
-                    total.update(bytes_of(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
-        return total.hexdigest()
+            return checksum(leaf for batch in self.loader for leaf in pytree.tree_leaves(batch))
 
     def after(self, done: int, generator: torch.Generator | None) -> Iterator[Any]:
         """Go through one pass without its first batches.
@@ -130,7 +133,6 @@ class Given:
         What the loader draws follows from `generator`, and what the rest of the program draws is left alone. So a pass
         that is taken up again goes on with the batches that were left.
         """
-        own = torch.get_rng_state()
         seed = 0 if generator is None else int(torch.randint(2**62, (), generator=generator))
         state, index = torch.Generator().manual_seed(seed).get_state(), 0
         batches: Iterator[Any] | None = None

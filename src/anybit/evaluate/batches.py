@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from anybit.data.base import bytes_of
+from anybit.data.base import checksum
 from anybit.errors import DataError
 from anybit.simulate.capture import moved_to
 from anybit.simulate.network import QuantizedNetwork
@@ -46,13 +45,10 @@ class Batch:
         """Return the same batch with another tensor in the place of each."""
         return Batch(*pytree.tree_map_only(Tensor, change, (self.args, self.kwargs, self.targets)))
 
-    def mark(self) -> bytes:
+    def mark(self) -> str:
         """Return a checksum that tells this batch from others."""
-        total = hashlib.blake2b(digest_size=16)
-        for leaf in pytree.tree_leaves((self.args, self.kwargs, self.targets)):
-            if isinstance(leaf, Tensor):
-                total.update(bytes_of(leaf))
-        return total.digest()
+        leaves = pytree.tree_leaves((self.args, self.kwargs, self.targets))
+        return checksum(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Total:
     kl: float = 0.0
     n: int = 0
     labelled: bool = True
-    marks: list[bytes] = field(default_factory=list)
+    marks: list[str] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     """In floating point, as far as other widths are compared with them."""
 
@@ -146,13 +146,6 @@ def kl_divergence(reference: Tensor, logits: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(1).mean().clamp(min=0))
 
 
-def check_prepared(net: object, verb: str) -> None:
-    """Refuse what `anybit.prepare` did not make."""
-    if not isinstance(net, QuantizedNetwork):
-        kind = type(net).__name__
-        raise SpecError(f"{verb} takes a network from anybit.prepare(model, example_input), got {kind}")
-
-
 def sweep(
     net: QuantizedNetwork,
     loader: Iterable[Any],
@@ -181,7 +174,8 @@ def sweep(
         seed: The seed that the network was trained with.
         on_row: Called with each row as it is measured.
     """
-    check_prepared(net, "sweep")
+    if not isinstance(net, QuantizedNetwork):
+        raise SpecError(f"sweep takes a network from anybit.prepare(model, example_input), got {type(net).__name__}")
     before, layers = net.bits, net.layers
     place = device_of(net)
 

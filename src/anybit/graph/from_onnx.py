@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, helper
+from onnx import NodeProto, TensorProto
 
 from anybit.graph import view
+from anybit.graph.onnx_nodes import attributes, computed, outlined, subgraphs, used_by
 from anybit.graph.view import Array, Follow, Graph, Node, Norm, Shape
 
 Constants = Mapping[str, Array]
-
-OPSET = 21
-"""The operator set that networks are read and written in: the first with 4-bit and 16-bit quantization."""
 
 
 def read_onnx(proto: onnx.ModelProto, constants: dict[str, Array]) -> Graph:
@@ -58,22 +56,6 @@ def _infer(proto: onnx.ModelProto, graph: Graph) -> dict[str, int]:
     return kinds
 
 
-def outlined(
-    proto: onnx.ModelProto, is_large: Callable[[TensorProto], bool]
-) -> tuple[onnx.ModelProto, list[TensorProto]]:
-    """Return a model whose large initializers come in as inputs of the same type and shape, and those initializers."""
-    large = [tensor for tensor in proto.graph.initializer if is_large(tensor)]
-    names = {tensor.name for tensor in large}  # old files list weights among the inputs too
-    out = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import)
-    out.graph.name = "graph"
-    out.graph.node.extend(proto.graph.node)
-    out.graph.output.extend(proto.graph.output)
-    out.graph.initializer.extend(tensor for tensor in proto.graph.initializer if not is_large(tensor))
-    out.graph.input.extend(value for value in proto.graph.input if value.name not in names)
-    out.graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in large)
-    return out, large
-
-
 def _size(dim: Any) -> int | str | None:
     if dim.HasField("dim_value") and dim.dim_value > 0:
         return int(dim.dim_value)
@@ -106,11 +88,6 @@ def added(add: NodeProto, value: str) -> str:
     return str(add.input[1] if add.input[0] == value else add.input[0])
 
 
-def attributes(node: NodeProto) -> dict[str, Any]:
-    """Return a node's attributes as plain values."""
-    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
-
-
 def _read(node: NodeProto, graph: Graph, sums: dict[str, NodeProto]) -> list[Node]:
     """Return one operator as nodes of the view, one for each of its results."""
     values = [name for name in node.output if name]
@@ -137,25 +114,6 @@ def _read(node: NodeProto, graph: Graph, sums: dict[str, NodeProto]) -> list[Nod
 
 def _other(node: NodeProto, value: str) -> Node:
     return Node("other", used_by(node), value, value, node, name=node.op_type)
-
-
-def subgraphs(node: NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graphs that a node holds: branches and loop bodies."""
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
-def used_by(node: NodeProto) -> list[str]:
-    """Return what a node uses, its branches and loop bodies included."""
-    names = [name for name in node.input if name]
-    for graph in subgraphs(node):
-        own = {name for n in graph.node for name in n.output} | {t.name for t in graph.initializer}
-        own |= {value.name for value in graph.input}
-        found = [name for n in graph.node for name in used_by(n)] + [value.name for value in graph.output]
-        names += [name for name in dict.fromkeys(found) if name not in own]
-    return names
 
 
 def _inside(node: NodeProto, graph: Graph, prefix: str) -> list[Node]:
@@ -242,19 +200,6 @@ def _entry_by_entry(node: NodeProto, settings: list[Array], x: Array) -> Array:
     """Return a function of each entry; where it has no value, that is zero."""
     with np.errstate(all="ignore"):
         return np.nan_to_num(computed(node, [x, *(array.astype(x.dtype) for array in settings)]))
-
-
-def computed(node: NodeProto, arrays: list[Array]) -> Array:
-    """Return what one operator makes of constants, which stand for the inputs that it has."""
-    from onnx.reference import ReferenceEvaluator
-
-    names = [name for name in node.input if name]
-    inputs = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
-              for n, a in zip(names, arrays, strict=True)]  # fmt: skip
-    graph = helper.make_graph([node], "constant", inputs, [helper.make_empty_tensor_value_info(node.output[0])])
-    alone = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
-    (value,) = ReferenceEvaluator(alone).run(None, dict(zip(names, arrays, strict=True)))
-    return np.asarray(value)
 
 
 def _arithmetic(node: NodeProto, new: Node, graph: Graph) -> bool:
@@ -377,22 +322,12 @@ def _padded(g: _Given) -> Follow | None:
     return view.except_for(axes[i % len(axes)] for i, width in enumerate(pads) if width)
 
 
-def _sliced(g: _Given) -> Follow:
-    axes = g.constant(3)
-    return view.except_for(range(g.rank) if axes is None else g.dims(axes))
-
-
 def _gathered(g: _Given) -> Follow:
     (axis,) = g.dims([g.attributes.get("axis", 0)])
     index = g.constant(1)
     if index is not None and index.ndim == 0:
         return view.reduced([axis], keep=False)
     return view.except_for([axis]) if index is not None and index.ndim == 1 else (lambda d: None)
-
-
-def _expanded(g: _Given) -> Follow | None:
-    by = len(g.after) - g.rank
-    return (lambda d: (d + by, 1)) if g.after else None
 
 
 _FOLLOW: dict[str, Callable[[_Given], Follow | None]] = {
@@ -404,10 +339,10 @@ _FOLLOW: dict[str, Callable[[_Given], Follow | None]] = {
         lambda g: view.except_for(range(2, max(g.rank, 2))),
     ),
     "ReduceMean": _reduced,
-    "Slice": _sliced,
+    "Slice": lambda g: view.except_for(range(g.rank) if (axes := g.constant(3)) is None else g.dims(axes)),
     "Gather": _gathered,
     "Split": lambda g: view.except_for(g.dims([g.attributes.get("axis", 0)])),
-    "Expand": _expanded,
+    "Expand": lambda g: view.shifted(len(g.after) - g.rank) if g.after else None,
     "Pad": _padded,
     **dict.fromkeys(("Tile", "DepthToSpace", "SpaceToDepth"), lambda g: lambda d: None),
 }

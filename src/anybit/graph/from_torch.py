@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -90,15 +90,15 @@ def read_torch(module: fx.GraphModule) -> Graph:
     for node in module.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
-            graph.shapes[_value(node)] = _shape(value)
+            graph.shapes[value_name(node)] = _shape(value)
             if value.is_floating_point() and node.op != "get_attr":
-                graph.floating.add(_value(node))
+                graph.floating.add(value_name(node))
         if node.op == "get_attr" and isinstance(value, Tensor):
             graph.constants[str(node.target)] = to_numpy(attribute(module, str(node.target)))
         elif node.op == "placeholder":
             graph.inputs.append(node.name)
         elif node.op == "output":
-            graph.outputs = [_value(n) for n in node.all_input_nodes]
+            graph.outputs = [value_name(n) for n in node.all_input_nodes]
         elif node.op == "call_function" and not _hidden(node):
             graph.nodes.append(_read(module, node, graph))
     _name_sizes(module, graph)
@@ -150,7 +150,8 @@ def module_path(node: fx.Node) -> str:
     return paths[-1] if paths and paths[-1] else str(node.name)
 
 
-def _value(node: fx.Node) -> str:
+def value_name(node: fx.Node) -> str:
+    """Return what the value of a captured node is called in the view."""
     return str(node.target) if node.op == "get_attr" else node.name
 
 
@@ -161,13 +162,13 @@ def _shape(value: Tensor) -> Shape:
 def _read(module: fx.GraphModule, node: fx.Node, graph: Graph) -> Node:
     """Return one operator as a node of the view."""
     target: Any = node.target
-    path, name = module_path(node), _name(target)
-    inputs = [_value(arg) for arg in node.args if isinstance(arg, fx.Node)]
-    new = Node("other", [_value(arg) for arg in node.all_input_nodes], node.name, path, node, name=name)
+    path, name = module_path(node), str(target).partition(".")[2].partition(".")[0].lstrip("_") or str(target)
+    inputs = [value_name(arg) for arg in node.args if isinstance(arg, fx.Node)]
+    new = Node("other", [value_name(arg) for arg in node.all_input_nodes], node.name, path, node, name=name)
     if target in CONVOLUTIONS or target in TRANSPOSED or target is aten.linear.default:
         _read_layer(node, new)
     elif target in PRODUCTS:
-        new.kind, new.inputs = "product", [_value(node.args[i]) for i in PRODUCTS[target]]  # type: ignore[arg-type]
+        new.kind, new.inputs = "product", [value_name(node.args[i]) for i in PRODUCTS[target]]  # type: ignore[arg-type]
     elif target in RECURRENT:
         _read_recurrent(node, new)
     elif target is operator.getitem:
@@ -176,7 +177,7 @@ def _read(module: fx.GraphModule, node: fx.Node, graph: Graph) -> Node:
         new.kind = "concat"
         new.axis = _dim(node.args[1] if len(node.args) > 1 else 0, _rank(node))
         parts: Any = node.args[0]
-        new.inputs = [_value(part) for part in parts]
+        new.inputs = [value_name(part) for part in parts]
     elif target in ARITHMETIC and node.kwargs.get("alpha", 1) == 1:
         _read_arithmetic(node, new)
     elif target in FUNCTIONS and len(inputs) == 1:
@@ -195,13 +196,9 @@ def _read(module: fx.GraphModule, node: fx.Node, graph: Graph) -> Node:
     return new
 
 
-def _name(target: Any) -> str:
-    return str(target).split(".")[1].lstrip("_") if "." in str(target) else str(target)
-
-
 def _read_layer(node: fx.Node, new: Node) -> None:
     new.kind = "layer"
-    new.inputs = [_value(arg) for arg in node.args[:3] if isinstance(arg, fx.Node)]
+    new.inputs = [value_name(arg) for arg in node.args[:3] if isinstance(arg, fx.Node)]
     new.convolution = node.target is not aten.linear.default
     new.transposed = node.target in TRANSPOSED
     new.axis = 1 if new.transposed else 0
@@ -214,8 +211,8 @@ def _read_layer(node: fx.Node, new: Node) -> None:
 def _read_recurrent(node: fx.Node, new: Node) -> None:
     new.kind, new.name = "recurrent", RECURRENT[node.target]
     parameters: Any = node.args[2]
-    new.inputs = [_value(node.args[0])]  # type: ignore[arg-type]
-    new.weights = [_value(p) for p in parameters if p.meta["val"].dim() == 2]
+    new.inputs = [value_name(node.args[0])]  # type: ignore[arg-type]
+    new.weights = [value_name(p) for p in parameters if p.meta["val"].dim() == 2]
 
 
 def _read_item(module: fx.GraphModule, node: fx.Node, new: Node) -> None:
@@ -224,20 +221,19 @@ def _read_item(module: fx.GraphModule, node: fx.Node, new: Node) -> None:
     assert isinstance(source, fx.Node)
     target: Any = source.target
     if target in SPLITTING and isinstance(source.args[0], fx.Node):
-        dim = source.args[2 if target is not aten.unbind.int else 1] if len(source.args) > 2 else 0
-        dim = source.args[1] if target is aten.unbind.int and len(source.args) > 1 else dim
-        place = _dim(dim, _rank(source.args[0]))
+        at = 1 if target is aten.unbind.int else 2
+        place = _dim(source.args[at] if len(source.args) > at else 0, _rank(source.args[0]))
         gone = view.reduced([place], keep=False) if target is aten.unbind.int else view.except_for([place])
-        new.kind, new.inputs, new.follow = "pass", [_value(source.args[0])], gone
+        new.kind, new.inputs, new.follow = "pass", [value_name(source.args[0])], gone
     elif target is BATCH_NORM and index == 0:
-        new.kind, new.inputs = "norm", [_value(source.args[0])]  # type: ignore[arg-type]
+        new.kind, new.inputs = "norm", [value_name(source.args[0])]  # type: ignore[arg-type]
         new.path, new.norm = module_path(source), _batch_norm(module, source)
     elif target in RECURRENT and index == 0:
         new.bounds = (-1.0, 1.0) if target is not aten.rnn_relu.input else None
         new.name = RECURRENT[target]
     elif target in POOLING or target is aten.max_pool2d_with_indices.default:
         new.follow = _spatial(POOLING.get(target, 2), _rank(node)) if index == 0 else None
-        new.kind, new.inputs = ("pass" if index == 0 else "other"), [_value(source.args[0])]  # type: ignore[arg-type]
+        new.kind, new.inputs = ("pass" if index == 0 else "other"), [value_name(source.args[0])]  # type: ignore[arg-type]
 
 
 def _constant(module: fx.GraphModule, arg: Any, size: int, filling: float = 0.0) -> Array:
@@ -272,7 +268,7 @@ def _read_arithmetic(node: fx.Node, new: Node) -> None:
     """Read a sum or product: of two tensors, or with a number, which makes it a function of one value."""
     kind, (first, second) = ARITHMETIC[node.target], node.args[:2]
     if isinstance(first, fx.Node) and isinstance(second, fx.Node):
-        new.kind, new.inputs = kind, [_value(first), _value(second)]
+        new.kind, new.inputs = kind, [value_name(first), value_name(second)]
     elif isinstance(first, fx.Node) and isinstance(second, int | float):
         new.kind, new.function = "function", _function(node)
 
@@ -305,7 +301,7 @@ def _follow(node: fx.Node) -> Follow | None:
         return None
     rank = _rank(source)
     if target in SAME:
-        return view.stays if _rank(node) == rank else _shifted(_rank(node) - rank)
+        return view.stays if _rank(node) == rank else view.shifted(_rank(node) - rank)
     if target in RESHAPING:
         return view.reshaped(_shape(source.meta["val"]), _shape(node.meta["val"]))
     if target in POOLING or target in AVERAGING:
@@ -316,10 +312,6 @@ def _follow(node: fx.Node) -> Follow | None:
         return _padding(node, rank)
     found = _TURNS.get(target)
     return None if found is None else found(node.args[1:], rank)
-
-
-def _shifted(by: int) -> Follow:
-    return lambda d: (d + by, 1)
 
 
 def _swapped(args: Any, rank: int) -> Follow:
@@ -365,9 +357,3 @@ def _padding(node: fx.Node, rank: int) -> Follow | None:
         zeros = mode != "constant" or value is None or value == 0
     padded = [rank - 1 - i // 2 for i, width in enumerate(widths) if not isinstance(width, int) or width]
     return view.except_for(padded) if zeros else None
-
-
-def values_of(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
-    """Yield every node of a captured graph with the name of its value in the view."""
-    for node in graph.nodes:
-        yield _value(node), node

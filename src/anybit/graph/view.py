@@ -103,7 +103,6 @@ class Graph:
     """Nodes that are folded away, each with the layer that now makes its output."""
     scaled: dict[str, Array] = field(default_factory=dict)
     """What equalizing multiplied constants by, shaped to broadcast."""
-    order: list[str] = field(default_factory=list)
 
     def makers(self) -> dict[str, Node]:
         """Return the node that makes each value."""
@@ -176,6 +175,11 @@ def saturation(function: Callable[[Array], Array]) -> tuple[float, float] | None
 def stays(d: int) -> tuple[int, int]:
     """Every dimension stays where it is."""
     return d, 1
+
+
+def shifted(by: int) -> Follow:
+    """There are so many more dimensions in front."""
+    return lambda d: (d + by, 1)
 
 
 def permuted(perm: Iterable[int]) -> Follow:

@@ -12,7 +12,6 @@ from anybit.errors import SpecError
 from anybit.models.mobilenet import MobileNetV2
 from anybit.models.resnet import BasicBlock, Bottleneck, ResNet
 from anybit.models.small import VGGLike
-from anybit.models.vit import TinyViT
 
 __all__ = ["MODELS", "build_model"]
 
@@ -24,7 +23,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3), small_images=False),
     "mobilenetv2-cifar": partial(MobileNetV2, small_images=True),
     "mobilenetv2": partial(MobileNetV2, small_images=False),
-    "vit-tiny": TinyViT,
 }
 """The networks known by name: add one here. Each takes `channels`, `classes` and `multiplier`."""
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -24,7 +23,7 @@ from torch.utils import _pytree as pytree
 from anybit.errors import NonFiniteError, PenaltyError, SpecError
 from anybit.objectives.base import FurtherPass, Scaler, Step, check_loss, eagerly, read_numbers
 from anybit.objectives.closures import LossOf, split
-from anybit.objectives.processes import several, synced
+from anybit.objectives.processes import averaged, synced
 from anybit.objectives.restore import add_gradients, buffers_kept, random_state, set_random_state
 from anybit.objectives.strength import FAR, Auto, Strength, checked
 from anybit.plan.build import Interval, Settings
@@ -187,7 +186,7 @@ class AnyWidth(FurtherPass):
                 grads = [b if a is None else a if b is None else a + b for a, b in zip(grads, own, strict=True)]
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
-        return total, self._averaged(grads)
+        return total, list(averaged(self.model, grads))
 
     @contextlib.contextmanager
     def _drawn(self) -> Iterator[list[int]]:
@@ -219,19 +218,6 @@ class AnyWidth(FurtherPass):
                 del model.__dict__["forward"]
             else:
                 model.__dict__["forward"] = before
-
-    def _averaged(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients averaged over the processes, where DDP would do that in this step."""
-        model = self.model
-        if not (several() and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync):
-            return grads
-        present = [g for g in grads if g is not None]
-        flat = torch.cat([g.reshape(-1) for g in present])
-        dist.all_reduce(flat, group=model.process_group)
-        flat.div_(dist.get_world_size(model.process_group))
-        for g, new in zip(present, torch.split(flat, [g.numel() for g in present]), strict=True):
-            g.copy_(new.view_as(g))
-        return grads
 
     def _measured(
         self, value: Tensor, grads: list[Tensor | None], plain: list[Tensor | None], scaler: Scaler | None

@@ -104,8 +104,8 @@ def _exponential(memo: Tensor, x: Tensor, alpha: float, scale: float = 1.0) -> T
     return scale * torch.where(memo, x, alpha * torch.expm1(negative))
 
 
-def _selu(memo: Tensor, x: Tensor) -> Tensor:
-    return _exponential(memo, x, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
+SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+"""Its alpha and its scale."""
 
 
 def _outside(x: Tensor, low: Any, high: Any) -> tuple[Any, Any] | None:
@@ -134,10 +134,6 @@ def _hard_sigmoid(memo: tuple[Any, Any], x: Tensor) -> Tensor:
     return inside / 6 + 0.5
 
 
-def _hard_swish(memo: tuple[Any, Any], x: Tensor) -> Tensor:
-    return x * (_clamped(memo, x, -3.0, 3.0) / 6 + 0.5)
-
-
 def _beyond(x: Tensor, bound: float) -> Tensor:
     return torch.where(x.abs() > bound, signs(x), 0)
 
@@ -149,10 +145,6 @@ def _order(x: Tensor, other: Tensor) -> Tensor:
 
 def _larger(memo: Tensor, x: Tensor, other: Tensor) -> Tensor:
     return torch.where(memo > 0, x, torch.where(memo < 0, other, (x + other) / 2))
-
-
-def _smaller(memo: Tensor, x: Tensor, other: Tensor) -> Tensor:
-    return _larger(-memo, x, other)
 
 
 def _l1_sides(x: Tensor, target: Tensor, reduction: Any) -> Tensor | None:
@@ -247,7 +239,8 @@ def overloaded(pair: Kink) -> Kink:
 
 
 def _table() -> dict[Function, Kink]:
-    larger, smaller = elementwise(_order, _larger, other=None), elementwise(_order, _smaller, other=None)
+    larger = elementwise(_order, _larger, other=None)
+    smaller = elementwise(lambda x, other: _order(other, x), _larger, other=None)
     kinds: dict[str, Kink] = {
         "relu": RECTIFIED,
         "leaky_relu": elementwise(_positive, lambda m, x, s: torch.where(m, x, s * x), negative_slope=0.01),
@@ -255,7 +248,7 @@ def _table() -> dict[Function, Kink]:
         "threshold": elementwise(
             lambda x, t, _: x > t, lambda m, x, _, v: torch.where(m, x, v), threshold=0.0, value=0.0
         ),
-        "selu": elementwise(_positive, _selu),
+        "selu": elementwise(_positive, lambda m, x: _exponential(m, x, *SELU)),
         "elu": elementwise(lambda x, alpha: None if alpha == 1.0 else x > 0, _exponential, alpha=1.0),
         "abs": elementwise(signs, lambda m, x: x * m),
         "relu6": elementwise(lambda x: _outside_or_on(x, 0.0, 6.0), lambda m, x: _clamped(m, x, 0.0, 6.0)),
@@ -264,7 +257,9 @@ def _table() -> dict[Function, Kink]:
         "clamp_min": elementwise(lambda x, low: _outside(x, low, None), lambda m, x, v: _clamped(m, x, v, None), min=0),
         "clamp_max": elementwise(lambda x, v: _outside(x, None, v), lambda m, x, v: _clamped(m, x, None, v), max=0),
         "hardsigmoid": elementwise(lambda x: _outside_or_on(x, -3.0, 3.0), _hard_sigmoid),
-        "hardswish": elementwise(lambda x: _outside_or_on(x, -3.0, 3.0), _hard_swish),
+        "hardswish": elementwise(
+            lambda x: _outside_or_on(x, -3.0, 3.0), lambda m, x: x * (_clamped(m, x, -3.0, 3.0) / 6 + 0.5)
+        ),
         "softshrink": elementwise(_beyond, lambda m, x, v: torch.where(m != 0, x - v * m, 0), lambd=0.5),
         "hardshrink": elementwise(_beyond, lambda m, x, _: torch.where(m != 0, x, 0), lambd=0.5),
         "maximum": larger,

@@ -24,9 +24,7 @@ from anybit.objectives.restore import replaced
 from anybit.spec import FLOAT, QuantSpec, check_width
 
 
-def bin_noise(
-    weight: Tensor, bits: int, folding: Folding | None = None, generator: torch.Generator | None = None
-) -> Tensor:
+def bin_noise(weight: Tensor, bits: int, folding: Folding | None = None) -> Tensor:
     """Return noise for a weight: uniform over the bin that the folded tensor has at this width.
 
     A channel that folding makes tiny is rounded to zero at worst, so its noise stays below its own largest entry.
@@ -37,8 +35,7 @@ def bin_noise(
     others = [d for d in range(weight.dim()) if folding is None or d != folding.axis]
     own = weight.abs().amax(others, keepdim=True)
     reach = torch.minimum(half / factor.abs().clamp(min=torch.finfo(weight.dtype).tiny), own)
-    noise = torch.empty_like(weight).uniform_(-1.0, 1.0, generator=generator)
-    return noise.mul_(reach)
+    return torch.empty_like(weight).uniform_(-1.0, 1.0).mul_(reach)
 
 
 class ActivationNoise(Mode):

@@ -34,14 +34,17 @@ def synced(model: nn.Module, wanted: bool) -> contextlib.AbstractContextManager[
 
 
 def averaged(model: nn.Module, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return gradients gathered in earlier steps as DDP's next synchronized step would have them: averaged.
+    """Return gradients that DDP has not seen as its next synchronized step would have them: averaged.
 
-    Under `no_sync` they are still each process's own; those that were averaged before stay what they are.
+    Those gathered under `no_sync` are still each process's own; those that were averaged before stay what they are.
     """
     if not (several() and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync):
         return grads
-    for grad in grads:
-        if grad is not None:
-            dist.all_reduce(grad, group=model.process_group)
-            grad.div_(dist.get_world_size(model.process_group))
+    present = [grad for grad in grads if grad is not None]
+    if present:
+        flat = torch.cat([grad.reshape(-1) for grad in present])
+        dist.all_reduce(flat, group=model.process_group)
+        flat.div_(dist.get_world_size(model.process_group))
+        for grad, new in zip(present, torch.split(flat, [grad.numel() for grad in present]), strict=True):
+            grad.copy_(new.view_as(grad))
     return grads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -21,16 +22,16 @@ T = TypeVar("T")
 
 
 class Kept:
-    """What was made for widths used before, up to so many bytes; the least recently used goes first."""
+    """What was made for widths used before, up to so many bytes and entries; the least recently used goes first."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, most: float = math.inf) -> None:
+        self.limit, self.most = limit, most
         self.nbytes = 0
         self._entries: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Kept, (self.limit,)  # a copy starts empty
+        return Kept, (self.limit, self.most)  # a copy starts empty
 
     def get(self, key: Any, make: Callable[[], T], nbytes: Callable[[T], int]) -> T:
         """Return what is kept under a key, or make it and keep it; what is larger than all the room is not kept."""
@@ -51,9 +52,9 @@ class Kept:
         return key in self._entries
 
     def make_room(self, nbytes: int) -> None:
-        """Drop what was not used for long until so many bytes fit."""
+        """Drop what was not used for long until one more entry of so many bytes fits."""
         with self._lock:
-            while self._entries and self.nbytes + nbytes > self.limit:
+            while self._entries and (self.nbytes + nbytes > self.limit or len(self._entries) >= self.most):
                 _, (_, size) = self._entries.popitem(last=False)
                 self.nbytes -= size
 

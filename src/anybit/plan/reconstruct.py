@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float32]
 DAMPING = 0.02
 """Of the mean of H's diagonal, added to it: inputs that were never seen must not decide anything."""
 
-TRUST = 0.25
+TRUST = 0.5
 """How far weights follow the inputs' own error: at 1 they fit what a few hundred inputs happen to do."""
 
 NOISE = 1e-5

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from anybit.errors import SpecError
-from anybit.graph.from_torch import BATCH_NORM, aten, read_torch, to_numpy
+from anybit.graph.from_torch import BATCH_NORM, STANDARD, aten, read_torch, to_numpy
 from anybit.graph.view import Graph, Node, Norm
 from anybit.plan.build import Interval, Ranges, Settings, build, joined, with_inputs
 from anybit.plan.fold import folded
@@ -47,16 +47,11 @@ class Variant:
 class Fold:
     """A layer and the batch norm behind it, all by the names that their tensors have in the model."""
 
-    weight: str
-    bias: str
-    old: str | None
-    gamma: str | None
-    beta: str | None
-    mean: str
-    var: str
+    layer: Node
+    bias: str | None
+    """The layer's bias before it was folded."""
+    names: Mapping[str, str | None]
     eps: float
-    axis: int
-    groups: int
 
 
 class Live:
@@ -97,7 +92,9 @@ class Live:
         built = build(graph, settings[0])
         self._places, self._joined = built.places, built.joined
         self._folds = [
-            _fold(layer, old[layers[id(layer)]], self._norms[norm.output], norm.norm) for norm, layer in graph.removed
+            Fold(layer, old[layers[id(layer)]], self._norms[node.output], node.norm.eps)
+            for node, layer in graph.removed
+            if node.norm is not None
         ]
         apply_changes(self.body, graph)
         splice(self.body, graph, built)
@@ -231,8 +228,8 @@ class Live:
         """Return what stands in for every parameter and buffer of the body: the model's, folded and scaled."""
         tensors = self.tensors()
         for f in self._folds:
-            weight, bias = folded(*_operands(f, tensors), axis=f.axis, groups=f.groups)
-            tensors[f.weight], tensors[f.bias] = weight, bias
+            weight, bias = folded(*_operands(f, tensors), axis=f.layer.axis, groups=f.layer.groups)
+            tensors[f.layer.inputs[1]], tensors[f.layer.inputs[2]] = weight, bias
         for name, factor in self.variant.scaled.items():
             tensors[name] = wide(tensors[name]) * factor
         return {shell: tensors[name] for shell, name in self._shells.items() if name in tensors}
@@ -249,39 +246,23 @@ class Live:
 
 def _norm_names(origin: fx.Node) -> dict[str, str | None]:
     """Return the names of a normalization's tensors, by the part they play."""
-    node: Any = origin.args[0] if origin.target not in (BATCH_NORM, aten.layer_norm.default) else origin
-    parts = {"gamma": 2, "beta": 3} if node.target is aten.layer_norm.default else None
-    parts = parts or {"gamma": 1, "beta": 2, "mean": 3, "var": 4}
-    args = (*node.args, None, None, None)
-    held = {part: args[i] for part, i in parts.items()}
+    node: Any = origin if origin.target in STANDARD else origin.args[0]  # of a batch norm it is the first result
+    parts = ("gamma", "beta", "mean", "var")[: 4 if node.target is BATCH_NORM else 2]
+    first = 1 if node.target in (BATCH_NORM, aten.instance_norm.default) else 2
+    held = dict(zip(parts, (*node.args[first:], None, None), strict=False))
     return {part: str(arg.target) if isinstance(arg, fx.Node) else None for part, arg in held.items()}
-
-
-def _fold(layer: Node, old: str | None, names: Mapping[str, str | None], norm: Norm | None) -> Fold:
-    assert norm is not None
-    mean, var = names["mean"], names["var"]
-    assert mean is not None
-    assert var is not None
-    return Fold(
-        layer.inputs[1],
-        layer.inputs[2],
-        old,
-        names["gamma"],
-        names["beta"],
-        mean,
-        var,
-        norm.eps,
-        layer.axis,
-        layer.groups,
-    )
 
 
 def _operands(f: Fold, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Norm]:
     """Return weight, bias and batch norm as tensors in float32."""
-    mean, var = wide(tensors[f.mean]), wide(tensors[f.var])
-    gamma = torch.ones_like(var) if f.gamma is None else wide(tensors[f.gamma])
-    beta, bias = (torch.zeros_like(var) if n is None else wide(tensors[n]) for n in (f.beta, f.old))
-    return wide(tensors[f.weight]), bias, Norm(gamma, beta, mean, var, f.eps)  # type: ignore[arg-type]
+    held = {part: wide(tensors[name]) for part, name in {**f.names, "bias": f.bias}.items() if name is not None}
+    gamma, beta, bias = (held.get(k, torch.full_like(held["var"], v)) for k, v in _ABSENT.items())
+    norm = Norm(gamma, beta, held["mean"], held["var"], f.eps)  # type: ignore[arg-type]
+    return wide(tensors[f.layer.inputs[1]]), bias, norm
+
+
+_ABSENT = {"gamma": 1.0, "beta": 0.0, "bias": 0.0}
+"""What stands for a tensor that a layer or its batch norm does not have."""
 
 
 def _fuse(body: fx.GraphModule) -> None:

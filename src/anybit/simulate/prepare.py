@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from anybit.artifact.reconstruct import feeds_of
 from anybit.artifact.widen import SEEN, remembered, widened
 from anybit.errors import CaptureError, SpecError
-from anybit.graph.from_torch import FRESH, attribute, read_torch, values_of
+from anybit.graph.from_torch import FRESH, attribute, read_torch, value_name
 from anybit.graph.view import Graph
 from anybit.plan.build import Built, Interval, Settings, build, check_ranges, joined, with_inputs
 from anybit.plan.observe import Calibration
@@ -141,8 +141,8 @@ def splice(body: fx.GraphModule, graph: Graph, built: Built) -> None:
     """Put modules that execute the plan in place of weights and biases and behind activations."""
     makers = {node.output: node.origin for node in graph.nodes}
     holders: dict[str, list[fx.Node]] = {}
-    for value, node in values_of(body.graph):
-        holders.setdefault(value, []).append(node)
+    for node in body.graph.nodes:
+        holders.setdefault(value_name(node), []).append(node)
     parts: dict[str, Any] = {}
     for index, point in enumerate(built.plan.points):
         place = built.places[point.name]

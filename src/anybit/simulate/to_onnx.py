@@ -22,7 +22,7 @@ from anybit.artifact.master import Master, write_master
 from anybit.artifact.model import LARGE, OnnxModel, location
 from anybit.common.provenance import origin
 from anybit.errors import MissingDependency, NetworkError, SpecError
-from anybit.graph.from_onnx import OPSET
+from anybit.graph.onnx_nodes import OPSET
 from anybit.simulate.capture import quietly
 from anybit.simulate.modules import Activation, Bias, Weight
 from anybit.simulate.network import QuantizedNetwork

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.common.files import replacing
-from anybit.common.text import first_line, printable
+from anybit.common.text import explaining, first_line, printable
 from anybit.data.base import bytes_of
 from anybit.errors import CheckpointError, MissingDependency, SpecError
 from anybit.models import build_model
@@ -86,14 +86,10 @@ def read_tensors(
         raise MissingDependency("safetensors", "torch", "a checkpoint") from error
     path = Path(path)
     _check_file(path, what)
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: not a whole safetensors file ({first_line(error)}); train again or copy it again"
-        ) from error
+    broken = f"{path}: not a whole safetensors file", "; train again or copy it again"
+    with explaining(CheckpointError, *broken, first_line), safe_open(str(path), framework="pt") as file:
+        header = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if foreign and header.get("format") != kind and "about" not in header:
         return tensors, {}
     if header.get("format") != kind:
@@ -104,10 +100,8 @@ def read_tensors(
 
 def _about(path: Path, header: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return what the header says, if it and the tensors are what was written."""
-    try:
+    with explaining(CheckpointError, f"{path}: the header cannot be read", "; save it again", first_line):
         about = json.loads(header["about"])
-    except (KeyError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the header cannot be read ({first_line(error)}); save it again") from error
     if not isinstance(about, dict):
         raise CheckpointError(f"{path}: the header cannot be read (no table in it); save it again")
     if unknown := sorted(header.keys() - KEYS):
@@ -140,27 +134,23 @@ def read_pickled(path: str | Path) -> dict[str, Tensor]:
     """Return the tensors of a state dict that `torch.save` wrote; whatever else is in such a file is refused."""
     path = Path(path)
     _check_file(path, "a state dict of PyTorch")
-    advice = "save model.state_dict() again with torch.save, or as safetensors"
-    try:
-        with zipfile.ZipFile(path) as archive:
-            # PyTorch packs nothing; a file that does may be a few bytes that unfold to fill the memory.
-            packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
-            broken = None if packed else archive.testzip()
-    except Exception as error:
-        raise CheckpointError(f"{path}: not a whole file of torch.save ({first_line(error)}); {advice}") from error
+    advice = "; save model.state_dict() again with torch.save, or as safetensors"
+    whole = explaining(CheckpointError, f"{path}: not a whole file of torch.save", advice, first_line)
+    with whole, zipfile.ZipFile(path) as archive:
+        # PyTorch packs nothing; a file that does may be a few bytes that unfold to fill the memory.
+        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+        broken = None if packed else archive.testzip()
     if packed or broken is not None:
         what = "is compressed" if packed else f"is damaged at {printable(broken or '', 60)}"
-        raise CheckpointError(f"{path}: {what}; {advice}")
-    try:
+        raise CheckpointError(f"{path}: {what}{advice}")
+    with explaining(CheckpointError, f"{path}: more than tensors in it, or damaged", advice, first_line):
         # Mapped into memory, so that no tensor can claim more bytes than the file has.
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(f"{path}: more than tensors in it, or damaged ({first_line(error)}); {advice}") from error
     for key in NESTED:
         if isinstance(values, dict) and isinstance(values.get(key), dict):
             values = values[key]
     if not isinstance(values, dict) or not all(isinstance(k, str) and _plain(v) for k, v in values.items()):
-        raise CheckpointError(f"{path}: more than names and tensors in it; {advice}")
+        raise CheckpointError(f"{path}: more than names and tensors in it{advice}")
     return dict(values)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from anybit.artifact.feeding import Preprocessing
 from anybit.common.named import by_name, is_code
-from anybit.common.text import did_you_mean, first_line, quoted
-from anybit.errors import AnybitError, SpecError
+from anybit.common.text import did_you_mean, explaining, first_line, quoted
+from anybit.errors import SpecError
 from anybit.models import MODELS, build_model
 from anybit.task.checkpoint import named_like
 
@@ -36,23 +36,21 @@ def make_network(
     word: str,
     *,
     tensors: dict[str, Tensor] | None = None,
-    channels: Callable[[], int] | None = None,
     classes: Callable[[], int] | None = None,
-    multiplier: float | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a new network, not filled yet, and what a checkpoint must say so that it can be built again.
 
     Args:
         word: Which one.
         tensors: The weights that will be put in: they tell the sizes of a network that comes in several.
-        channels: Tells the channels of an input, for a network of ours without weights.
         classes: Tells how many classes a new network has; without it a named model has its usual ones.
-        multiplier: Of the channel counts of a network of ours; by the weights, if not given.
     """
     if is_code(word):
         return _made(word), {"factory": word}
     if word in MODELS:
-        shape = _shape(word, tensors, channels, classes, multiplier)
+        if tensors is None:
+            raise SpecError(f"{word} needs weights (--weights FILE), or data to be trained on (--data DATA)")
+        shape = _shape(word, tensors)
         return build_model(**shape), shape
     if in_package(word):
         count = None if classes is None else classes()
@@ -73,18 +71,8 @@ def _made(word: str) -> nn.Module:
     return made
 
 
-def _shape(
-    word: str,
-    tensors: dict[str, Tensor] | None,
-    channels: Callable[[], int] | None,
-    classes: Callable[[], int] | None,
-    multiplier: float | None,
-) -> dict[str, Any]:
-    """Return the sizes of a network of ours: those of the weights, or those that the data want."""
-    if tensors is None:
-        if channels is None or classes is None:
-            raise SpecError(f"{word} needs weights (--weights FILE), or data to be trained on (--data DATA)")
-        return {"name": word, "channels": channels(), "classes": classes(), "multiplier": multiplier or 1.0}
+def _shape(word: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the sizes of a network of ours that has these weights."""
     with torch.device("meta"):
         own = build_model(word, channels=3, classes=10, multiplier=1.0).state_dict()
     tensors = named_like(tensors, own)
@@ -93,9 +81,8 @@ def _shape(
     missing = [name for name in (first, last) if name not in tensors or not tensors[name].dim()]
     if missing or tensors[first].dim() != 4:
         raise SpecError(f"{word} has {first} and {last}, and the weights have no such tensors; name their own network")
-    ratio = tensors[first].shape[0] / own[first].shape[0]
     sizes = {"channels": tensors[first].shape[1], "classes": tensors[last].shape[0]}
-    shape: dict[str, Any] = {"name": word, **sizes, "multiplier": multiplier or ratio}
+    shape: dict[str, Any] = {"name": word, **sizes, "multiplier": tensors[first].shape[0] / own[first].shape[0]}
     with torch.device("meta"):  # before memory is taken for whatever sizes a file claims
         own = build_model(**shape).state_dict()
     if other := [name for name in own if name in tensors and tensors[name].shape != own[name].shape]:
@@ -121,14 +108,10 @@ def _named(word: str, classes: int | None, *, pretrained: bool) -> nn.Module:
             f"{word} needs {PACKAGES[package]}, which cannot be imported ({error}); run: pip install "
             f"{PACKAGES[package]}"
         ) from error
-    try:
+    # An unknown name, or no way to the weights.
+    what = f"{word}: {PACKAGES[package]} cannot make it"
+    with explaining(SpecError, what, "; give weights, or another name", first_line):
         model = _BUILDERS[package](library, name, classes, pretrained)
-    except AnybitError:
-        raise
-    except Exception as error:  # an unknown name, or no way to the weights: every package has its own exceptions
-        raise SpecError(
-            f"{word}: {PACKAGES[package]} cannot make it ({first_line(error)}); give weights, or another name"
-        ) from error
     assert isinstance(model, nn.Module)
     return model.eval()
 

@@ -58,18 +58,8 @@ def make_penalty(
         strength = recipe.any_width_strength
         parts.append(AnyWidth(model, example, strength="auto" if strength is None else strength))
     if (measure and not recipe.any_width) or recipe.gradient:
-        parts.append(
-            GradientPenalty(
-                model,
-                norm=recipe.norm,
-                weight=recipe.weight,
-                activation=recipe.activation,
-                engine=recipe.engine,
-                objective=recipe.objective,
-                scale=recipe.scale,
-                every=recipe.every,
-            )
-        )
+        names = ("norm", "weight", "activation", "engine", "objective", "scale", "every")
+        parts.append(GradientPenalty(model, **{name: getattr(recipe, name) for name in names}))
     if recipe.orthogonal:
         parts.append(OrthogonalPenalty(model, strength=recipe.orthogonal))
     if recipe.kurtosis:

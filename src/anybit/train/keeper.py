@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -38,28 +38,22 @@ class Stop:
 
     def __init__(self) -> None:
         self.number = 0
-        self._before: dict[int, Any] = {}
+        self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Stop:
         # Only the main thread may, and what somebody else has set up is left alone.
         if threading.current_thread() is threading.main_thread():
             for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
                 if signal.getsignal(number) == usual:
-                    self._before[number] = signal.signal(number, self._note)
+                    self._handlers.callback(signal.signal, number, signal.signal(number, self._note))
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: object) -> None:
         self.number = number
-        self._put_back()
+        self._handlers.close()
 
-    def _put_back(self) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._put_back()
+    def __exit__(self, *error: object) -> None:
+        self._handlers.close()
 
 
 @dataclass

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from anybit.common.files import discard_partial, make_folder, write_json, writing
@@ -100,9 +99,7 @@ class RunFolder:
         if self._partial.is_file():
             self._partial.replace(self.path / "log.jsonl")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._lock)
         if self._log is not None:
             # What is lost of the log here was not saved with a state either, and the first error is the one to read.

@@ -138,7 +138,7 @@ def nice(value: float) -> float:
     return min(steps, key=lambda step: abs(math.log(step / value)))
 
 
-def propose(tracked: Tracked, ratios: Sequence[float] = RATIOS) -> tuple[float, ...]:
+def propose(tracked: Tracked) -> tuple[float, ...]:
     """Return strengths at which penalty and loss are of the same order.
 
     >>> propose(Tracked(loss=0.5, penalty=50.0))
@@ -146,7 +146,7 @@ def propose(tracked: Tracked, ratios: Sequence[float] = RATIOS) -> tuple[float, 
     """
     if not (tracked.loss > 0 and tracked.penalty > 0):
         raise SpecError(f"nothing to compare: loss {tracked.loss}, penalty {tracked.penalty}; give the values to try")
-    return tuple(dict.fromkeys(nice(ratio * tracked.loss / tracked.penalty) for ratio in ratios))
+    return tuple(dict.fromkeys(nice(ratio * tracked.loss / tracked.penalty) for ratio in RATIOS))
 
 
 def choose_strongest(accuracies: Mapping[float, float], tolerance: float) -> float:

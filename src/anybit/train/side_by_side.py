@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -77,10 +76,8 @@ class SideBySide:
     def __enter__(self) -> SideBySide:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stop.value = kind is not None
+    def __exit__(self, *error: object) -> None:
+        self._stop.value = any(error)
         self._pool.shutdown(cancel_futures=True)
 
 
