@@ -252,7 +252,7 @@ for number, kind in enumerate(KILLED):
     os.waitpid(child, 0)
     took = time.monotonic() - began
     kills, round, done = 0, 0, False
-    wanted = KILLS // len(KILLED)
+    wanted = -(-KILLS // len(KILLED))
     while kills < wanted or not done:
         child, told = start(recipe, f"{number}-cut-{round}", resume=True, save_every=0)
         if kills < wanted:
