@@ -100,7 +100,9 @@ def test_the_page_is_small_and_asks_for_nothing(folder: Path, opened: Opened) ->
 
 def shown(page: Any) -> dict[str, tuple[float, float]]:
     """Return for each run what is written beside its bar, in %, and how long the bar is, in % of its track."""
-    page.wait_for_function("document.querySelectorAll('[data-at]:not([hidden])').length === 1")
+    from playwright.sync_api import expect
+
+    expect(page.locator("[data-at]:not([hidden])")).to_have_count(1)
     code = """all => all.map((bar) => {
       const [track, full] = ["i", "i"].map((tag) => bar.querySelector(tag));
       const wide = parseFloat(getComputedStyle(track, "::before").width) / full.getBoundingClientRect().width;
