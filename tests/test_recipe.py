@@ -346,7 +346,7 @@ def test_a_recipe_that_says_nothing_about_penalties_gets_the_default_it_is_loade
     assert (
         load_recipe(save(tmp_path, silent + "[optimizer]\naverage = 0.5\n"), penalty=FLAGSHIP).optimizer.average == 0.5
     )
-    assert load_recipe(save(tmp_path, silent), penalty=PenaltyRecipe(kurtosis=1.0)).optimizer.average == 0.0
+    assert load_recipe(save(tmp_path, silent), penalty=PenaltyRecipe(kurtosis=1.0)).optimizer.average is None
     for table in ("[penalty]\n", '[quantize]\nwidths = ["W4A4"]\n'):
         assert load_recipe(save(tmp_path, silent + table), penalty=FLAGSHIP).penalty == PenaltyRecipe()
     own = load_recipe(save(tmp_path, silent + "[penalty]\nkurtosis = 2.0\n"), penalty=FLAGSHIP)

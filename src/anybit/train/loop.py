@@ -164,7 +164,7 @@ def _epoch(
     return at.next_epoch(clock)
 
 
-def _average(network: nn.Module, keep: float) -> AveragedModel | None:
+def _average(network: nn.Module, keep: float | None) -> AveragedModel | None:
     """Return what follows a network's weights and buffers as their running average."""
 
     def follow(average: Tensor, now: Tensor, steps: Any) -> Tensor:

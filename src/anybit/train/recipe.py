@@ -92,8 +92,8 @@ class OptimizerRecipe:
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup: int = 0
     """Epochs over which the rate rises from zero."""
-    average: float = 0.0
-    """How much a step keeps of a running average of the weights, which the run then ends with; zero ends with the last.
+    average: float | None = None
+    """How much a step keeps of a running average of the weights, which the run then ends with; else with the last.
 
     0.99 lets the last hundred steps count, in a short run its last tenth. It gives back a part of what training for
     any width costs.
@@ -101,10 +101,11 @@ class OptimizerRecipe:
 
     def __post_init__(self) -> None:
         _positive(10**31, lr=self.lr)  # far beyond any that trains; what diverges says so itself
-        _not_negative(momentum=self.momentum, weight_decay=self.weight_decay, warmup=self.warmup, average=self.average)
-        for name in ("momentum", "average"):
-            if getattr(self, name) >= 1:
-                raise SpecError(f"{name} must be below one, got {getattr(self, name)}")
+        _not_negative(momentum=self.momentum, weight_decay=self.weight_decay, warmup=self.warmup)
+        _not_negative(average=self.average or 0.0)
+        for name, value in (("momentum", self.momentum), ("average", self.average or 0.0)):
+            if value >= 1:
+                raise SpecError(f"{name} must be below one, got {value}")
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,7 @@ class Recipe:
             (values, "metric"),
             (values["model"], "factory"),
             (values["data"], "size"),
+            (values["optimizer"], "average"),
             (values["penalty"], "any_width_strength"),
         ):
             if table[key] is None:  # as before there was such a key
@@ -317,7 +319,7 @@ def load_recipe(path: str | Path, *, penalty: PenaltyRecipe | None = None) -> Re
 
 def _with_default(recipe: Recipe, penalty: PenaltyRecipe) -> Recipe:
     """Return a recipe with the default penalty; training for any width goes with an average of the weights."""
-    average = recipe.optimizer.average or (AVERAGE if penalty.any_width else 0.0)
-    return dataclasses.replace(
-        recipe, penalty=penalty, optimizer=dataclasses.replace(recipe.optimizer, average=average)
-    )
+    optimizer = recipe.optimizer
+    if penalty.any_width and optimizer.average is None:
+        optimizer = dataclasses.replace(optimizer, average=AVERAGE)
+    return dataclasses.replace(recipe, penalty=penalty, optimizer=optimizer)
