@@ -29,6 +29,7 @@ from anybit.plan.grid import (
     make_grid,
     mean_shift,
     min_max,
+    on_grid,
     quantize,
     weight_grid,
 )
@@ -44,6 +45,15 @@ def test_nothing_in_plan_needs_torch_or_onnx() -> None:
     code = f"import sys, {imports}; print([m for m in sys.modules if m.startswith(('torch', 'onnx'))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@given(hnp.arrays(np.float32, shapes, elements=st.floats(-1e6, 1e6, width=32)), widths, kinds)
+@settings(deadline=None, max_examples=100)
+def test_in_one_array_or_in_several_it_is_the_same_grid(a: np.ndarray, bits: int, kind: tuple[bool, bool]) -> None:
+    grid = make_grid(*min_max(a), spec_of(bits, kind))
+    before = a.copy()
+    assert np.array_equal(on_grid(a, grid), dequantize(quantize(a, grid), grid))
+    assert np.array_equal(a, before)
 
 
 # Against the textbook

@@ -27,7 +27,7 @@ from anybit.common.progress import Advance
 from anybit.errors import DataError, SpecError
 from anybit.plan.codes import encode
 from anybit.plan.extras import Rounded, Shift, mark_of, pack
-from anybit.plan.grid import Grid, make_grid
+from anybit.plan.grid import make_grid, on_grid
 from anybit.plan.numbers import Kept, Numbers
 from anybit.plan.points import Activation, Bias, Plan, Weight, Widths
 from anybit.plan.reconstruct import Seen, grouped, round_weight
@@ -229,7 +229,7 @@ class _Width:
     def _on_grid(self, x: Array, points: tuple[str, ...]) -> Array:
         """Return an input on its grid; all points that it is put together from share it."""
         known = [p for p in points if self.widths[p] != FLOAT]
-        return _on(x, self.plan.activation(known[0]).grid(self.widths[known[0]])) if known else x
+        return on_grid(x, self.plan.activation(known[0]).grid(self.widths[known[0]])) if known else x
 
     def _values(self, names: list[str], loose: set[str]) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
         """Run all inputs, at the width (but for some points) and in floating point; yield the values named."""
@@ -301,16 +301,6 @@ def _with(plan: Plan, new: Weight | Bias) -> Plan:
     return replace(plan, points=tuple(new if p.name == new.name else p for p in plan.points))
 
 
-def _on(x: Array, grid: Grid) -> Array:
-    """Return values on a grid, as `dequantize(quantize(x, grid), grid)` gives them, in one array."""
-    with np.errstate(over="ignore"):
-        out = np.asarray(x / grid.scale, np.float32)
-    np.rint(out, out=out)
-    np.clip(out, grid.low - grid.zero, grid.high - grid.zero, out=out)
-    out *= grid.scale
-    return out
-
-
 def _part(old: Range, part: float) -> Range:
     return Range(old.low * part, old.high * part, old.source)
 
@@ -320,6 +310,6 @@ def _cost(part: Range, point: Activation, width: int, fed: list[tuple[Array, Arr
     grid = make_grid(np.float32(part.low), np.float32(part.high), point.spec(width))
     total = 0.0
     for kernels, x in fed:
-        error = (_on(x, grid) - x) @ np.swapaxes(kernels, 1, 2)
+        error = (on_grid(x, grid) - x) @ np.swapaxes(kernels, 1, 2)
         total += float(np.square(error).sum())
     return total
