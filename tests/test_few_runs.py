@@ -83,3 +83,13 @@ def test_what_the_user_said_of_an_input_is_where_it_is_drawn() -> None:
         (middle,) = [a for a in net.plan.activations if a.ranges and a.ranges[0][1].source == "made-up inputs"]
         ends[top] = middle.ranges[0][1].high
     assert ends[10.0] > 5 * ends[1.0]
+
+
+def test_an_example_of_real_size_says_how_large_inputs_are() -> None:
+    torch.manual_seed(0)
+    model, real = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), 500 * torch.rand(64, 8)
+    with pytest.warns(UserWarning, match="made-up"):
+        net = anybit.prepare(model, real[:2])
+    net.set_bits(weights=8, activations=8)
+    with torch.no_grad():
+        assert float((net(real) - model(real)).abs().mean() / model(real).std()) < 0.05

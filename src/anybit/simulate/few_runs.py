@@ -101,8 +101,14 @@ def _like(leaf: Any, holder: fx.Node, interval: Mapping[str, Interval], rng: np.
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.is_floating_point() and bool(leaf.isfinite().all()):  # else it is a mask
-        low, high = interval.get(holder.name, (-1.0, 1.0))
+        low, high = interval.get(holder.name) or _between(leaf)
         return torch.from_numpy(low + (high - low) * drawn(tuple(leaf.shape), rng)).to(leaf)
     tables = [user.args[0] for user in holder.users if user.target is aten.embedding.default and user.args[1] is holder]
     rows = [int(table.meta["val"].shape[0]) for table in tables if isinstance(table, fx.Node)]
     return torch.from_numpy(rng.integers(0, min(rows), tuple(leaf.shape))).to(leaf) if rows else leaf
+
+
+def _between(leaf: Tensor) -> Interval:
+    """Return where the numbers of an example lie; one that says nothing, such as zeros, is taken for any."""
+    low, high = (float(end) for end in leaf.aminmax()) if leaf.numel() else (0.0, 0.0)
+    return (low, high) if low < high else (-1.0, 1.0)
