@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ FINE = 1e-4
 """A squared error of the outputs, relative to their spread, below which nothing is done."""
 COARSE = 1e-2
 """Above this, what sums hand on gets more bits too: that costs no multiplications, but time in the runtime."""
+ROUNDS = 2
+"""How often the worst points are looked for then: those that cost most at first hide others."""
 
 STEPS = ((Bits(8, 8), WIDEST), (Bits(4, FLOAT), 8))
 """Widths at which points are looked at, and the width that those which cost most there never go below."""
@@ -96,35 +98,48 @@ class _Widening:
         """Look at one width after the other."""
         self.exact = outputs_at(self.master, self.feeds, self.plain, self.kept)
         for bits, floor in STEPS:
-            widths = self.master.plan.widths(bits)
-            before = self._errors(widths)
-            if max(before) > FINE:
-                narrow = [unit for unit in units if any(widths[name] == bits.weights for name in unit.names)]
-                self._step(narrow, floor, bits, before)
-            if floor == WIDEST and max(self._errors(self.master.plan.widths(bits))) > COARSE:
-                self._widen_sums(bits)
+            start = self.master.plan
+            self._step(units, floor, bits)
+            if floor == WIDEST and max(self._errors(bits)) > COARSE:
+                self._start_over(start, units, bits)
 
-    def _widen_sums(self, bits: Bits) -> None:
-        """Give all sums more bits, if that makes the error smaller."""
-        plan = self.master.plan
+    def _start_over(self, plan: Plan, units: Sequence[Unit], bits: Bits) -> None:
+        """Give all sums more bits first, which shows what else costs most, and keep that if the error is smaller."""
+        before, old, taken = sum(self._errors(bits)), self.master, self.taken
         sums = [Unit((p.name,), frozenset()) for p in plan.activations if p.kind == "accumulator" and p.ranges]
-        wider = with_floors(plan, sums, WIDEST, SUM)
-        if sum(self._errors(wider.widths(bits))) < sum(self._errors(plan.widths(bits))):
-            self.master = replace(self.master, header=replace(self.master.header, plan=wider))
+        self._take(with_floors(plan, sums, WIDEST, SUM))
+        self.taken = set()
+        for _ in range(ROUNDS):
+            self._step(units, WIDEST, bits)
+        if sum(self._errors(bits)) >= before:
+            self.master, self.taken = old, taken
 
-    def _step(self, units: Sequence[Unit], floor: int, bits: Bits, before: Sequence[float]) -> None:
+    def _step(self, units: Sequence[Unit], floor: int, bits: Bits) -> None:
         """Give the units that cost most at a width another floor, if that makes the error smaller."""
-        widths = self.master.plan.widths(bits)
+        before, widths = self._errors(bits), self.master.plan.widths(bits)
+        if max(before) <= FINE:
+            return
 
-        def share(widths: Widths) -> float:  # of all outputs alike: one may be off by far more than the others
-            return sum(new / old for new, old in zip(self._errors(widths), before, strict=True) if old > 0)
+        def share(errors: Sequence[float]) -> float:  # of all outputs alike: one may be off by far more than the others
+            return sum(new / old for new, old in zip(errors, before, strict=True) if old > 0)
 
-        blamed = costs_most(units, lambda names: share(self.plain | {name: widths[name] for name in names}))
-        found = worth_it(blamed, self.sizes, self.taken)
-        plan = with_floors(self.master.plan, found, floor)
-        if found and share(plan.widths(bits)) < sum(old > 0 for old in before):
-            self.master = replace(self.master, header=replace(self.master.header, plan=plan))
+        def alone(names: Collection[str]) -> float:
+            return share(self._errors_at(self.plain | {name: widths[name] for name in names}))
+
+        narrow = [unit for unit in units if any(widths[name] == bits.weights for name in unit.names)]
+        found = worth_it(costs_most(narrow, alone), self.sizes, self.taken)
+        old = self.master
+        self._take(with_floors(old.plan, found, floor))
+        if found and share(self._errors(bits)) < sum(error > 0 for error in before):
             self.taken |= {output for unit in found for output in unit.products}
+        else:
+            self.master = old
 
-    def _errors(self, widths: Widths) -> list[float]:
+    def _take(self, plan: Plan) -> None:
+        self.master = replace(self.master, header=replace(self.master.header, plan=plan))
+
+    def _errors(self, bits: Bits) -> list[float]:
+        return self._errors_at(self.master.plan.widths(bits))
+
+    def _errors_at(self, widths: Widths) -> list[float]:
         return relative_errors(self.exact, outputs_at(self.master, self.feeds, widths, self.kept))
