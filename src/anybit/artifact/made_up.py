@@ -136,9 +136,8 @@ def _feed(
         if _floats(value, whole) and not shape and (bound := _bound(value.name)) is not None:
             array = np.asarray(bound)
         elif _floats(value, whole):
-            array = sound(shape, rng) if 0 < len(shape) < 4 and shape[-1] >= SAMPLES else picture(shape, rng)
             low, high = interval.get(value.name, (-1.0, 1.0))
-            array = low + (high - low) * array
+            array = low + (high - low) * drawn(shape, rng)
         elif int(np.prod(shape)) <= 1:
             array = np.full(shape, max(lengths, default=1) if "len" in value.name.lower() else number)
         else:
@@ -154,6 +153,11 @@ def _bound(name: str) -> float | None:
 
 def _floats(value: Any, whole: Container[str]) -> bool:
     return bool(np.issubdtype(TYPES[value.type], np.floating)) and value.name not in whole
+
+
+def drawn(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Return numbers from 0 to 1 that look like sound or like a picture, whichever the shape is taken for."""
+    return sound(shape, rng) if 0 < len(shape) < 4 and shape[-1] >= SAMPLES else picture(shape, rng)
 
 
 def sound(shape: tuple[int, ...], rng: np.random.Generator) -> Array:

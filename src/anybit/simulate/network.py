@@ -7,7 +7,7 @@ import copy
 import functools
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +20,7 @@ from anybit.errors import SpecError
 from anybit.graph.from_torch import to_numpy
 from anybit.plan.allocation import Allocation
 from anybit.plan.numbers import Kept, Numbers
-from anybit.plan.points import Plan
+from anybit.plan.points import Plan, Widths
 from anybit.plan.text import plan_from_values, plan_to_values
 from anybit.simulate.allocate import allocate
 from anybit.simulate.modules import Activation, Weight, executors
@@ -112,10 +112,18 @@ class QuantizedNetwork(nn.Module):
         self._look()
         return self._numbers()
 
-    def _numbers(self) -> Numbers:
+    def _numbers(self, widths: Widths | None = None) -> Numbers:
         parts = executors(self.body)
         masters = {name: m.master for name, m in parts.items() if not isinstance(m, Activation)}
-        return self._plan.at(self._bits, self._layers, tensors=_Arrays(masters), kept=self._kept)
+        if widths is None:
+            widths = self._plan.widths(self._bits, self._layers)
+        tensors: Mapping[str, Any] = _Arrays(masters)
+        return Numbers(self._plan, widths, tensors, self._kept)
+
+    def execute(self, widths: Widths) -> None:
+        """Run a network in floating point at these widths of its points, until the next `set_bits`."""
+        assert self._bits == Bits(), "it would go back to its own widths"
+        self._execute(widths)
 
     @torch.no_grad()
     def _look(self) -> None:
@@ -126,12 +134,12 @@ class QuantizedNetwork(nn.Module):
             self._seen = marks
 
     @torch.no_grad()
-    def _execute(self) -> None:
-        """Put what the plan says at the current widths into the modules."""
+    def _execute(self, widths: Widths | None = None) -> None:
+        """Put what the plan says at the current widths, or at others, into the modules."""
         parts = executors(self.body)
         if self.training:
             self._seen, self._rounded = None, False  # weights change with every step, and are rounded as they are then
-        found = self._numbers()
+        found = self._numbers(widths)
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         for name, module in parts.items():
             if isinstance(module, Activation):
