@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,8 +13,11 @@ from stranger_builder import Net
 from torch import Tensor, nn
 
 import anybit
+from anybit.artifact import widen as widen_master
 from anybit.artifact.coverage import Coverage, summary
 from anybit.artifact.master import open_master
+from anybit.errors import DataError
+from anybit.plan import widen
 from anybit.plan.points import Plan
 from anybit.plan.widen import MEASURED, SHARE, SUM, Unit, costs_most, worth_it
 from anybit.spec import Bits
@@ -148,19 +152,43 @@ def swishing(folder: Path, depth: int) -> tuple[Path, list[dict[str, np.ndarray]
     return path, feeds
 
 
-def test_sums_get_more_bits_where_a_tenth_of_the_products_is_not_enough(tmp_path: Path) -> None:
+def test_sums_get_more_bits_where_a_tenth_of_the_products_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, feeds = swishing(tmp_path, 12)
     plan = anybit.adopt(plain, tmp_path / "wide.onnx", calibration=feeds)
     usual = anybit.adopt(plain, tmp_path / "same.onnx", calibration=feeds, sensitive="8-bit")
     sums = [point.name for point in usual.activations if point.kind == "accumulator"]
     assert sums
     assert {plan.activation(name).floor for name in sums} == {16}
-    assert {plan.activation(name).because for name in sums} <= {SUM, MEASURED}
+    assert {plan.activation(name).because for name in sums} == {SUM}  # they take no room away from operands
+    assert measured(plan)
     found = Coverage(**open_master(tmp_path / "wide.onnx").header.about["quantized"])
     assert found.measured is not None
     assert found.measured <= SHARE
     assert any(SUM in line for line in summary(plan, found))
     bits = {"weights": 8, "activations": 8}
     assert error(tmp_path / "wide.onnx", feeds, **bits) < error(tmp_path / "same.onnx", feeds, **bits)
+    monkeypatch.setattr(widen, "COARSE", np.inf)
+    anybit.adopt(plain, tmp_path / "tenth.onnx", calibration=feeds)
+    assert error(tmp_path / "wide.onnx", feeds, **bits) < error(tmp_path / "tenth.onnx", feeds, **bits)
+    monkeypatch.undo()
     shallow, feeds = swishing(tmp_path, 1)
     assert SUM not in {p.because for p in anybit.adopt(shallow, tmp_path / "m.onnx", calibration=feeds).points}
+
+
+def test_sums_that_do_not_run_with_more_bits_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, feeds = swishing(tmp_path, 12)
+    usual = anybit.adopt(plain, tmp_path / "same.onnx", calibration=feeds, sensitive="8-bit")
+    sums = [point.name for point in usual.activations if point.kind == "accumulator"]
+    run = widen_master.outputs_at
+
+    def outputs_at(*args: Any) -> Any:
+        if all(args[2][name] == 16 for name in sums):
+            raise DataError("no kernel")
+        return run(*args)
+
+    monkeypatch.setattr(widen_master, "outputs_at", outputs_at)
+    plan = anybit.adopt(plain, tmp_path / "wide.onnx", calibration=feeds)
+    assert measured(plan)
+    assert SUM not in {point.because for point in plan.points}

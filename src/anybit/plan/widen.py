@@ -36,6 +36,8 @@ FINE = 1e-4
 """A squared error of the outputs, relative to their spread, below which nothing is done."""
 COARSE = 1e-2
 """Above this, what sums hand on gets more bits too: that costs no multiplications, but time in the runtime."""
+ROUNDS = 2
+"""How often the worst points are looked for then: those that cost most at first hide others."""
 STEPS = ((Bits(8, 8), WIDEST), (Bits(4, FLOAT), 8))
 """Widths at which points are looked at, and the width that those which cost most there never go below."""
 MEASURED = "measured error"
@@ -195,29 +197,33 @@ class _Widening:
         """Look at one width after the other."""
         self.exact = self.outputs(self.plain)
         for bits, floor in STEPS:
-            widths = self.plan.widths(bits)
-            before = self._errors(widths)
-            if max(before, default=0.0) > FINE:
-                narrow = [unit for unit in units if any(widths[name] == bits.weights for name in unit.names)]
-                self._step(narrow, floor, bits, before)
+            start = self.plan
+            self._step(units, floor, bits)
             if floor == WIDEST and max(self._errors(self.plan.widths(bits)), default=0.0) > COARSE:
-                self._widen_sums(bits)
+                self._start_over(start, units, bits)
 
-    def _widen_sums(self, bits: Bits) -> None:
-        """Give all sums more bits, if that makes the error smaller."""
-        sums = [Unit((p.name,), frozenset()) for p in self.plan.activations if p.kind == "accumulator" and p.ranges]
-        wider = with_floors(self.plan, sums, WIDEST, SUM)
-        if sum(self._errors(wider.widths(bits))) < sum(self._errors(self.plan.widths(bits))):
-            self.plan = wider
+    def _start_over(self, plan: Plan, units: Sequence[Unit], bits: Bits) -> None:
+        """Give all sums more bits first, which shows what else costs most, and keep that if the error is smaller."""
+        sums = [Unit((p.name,), frozenset()) for p in plan.activations if p.kind == "accumulator" and p.ranges]
+        other = _Widening(with_floors(plan, sums, WIDEST, SUM), self.outputs, self.sizes)
+        other.exact = self.exact
+        for _ in range(ROUNDS):
+            other._step(units, WIDEST, bits)
+        if sum(other._errors(other.plan.widths(bits))) < sum(self._errors(self.plan.widths(bits))):
+            self.plan, self.taken = other.plan, other.taken
 
-    def _step(self, units: Sequence[Unit], floor: int, bits: Bits, before: Sequence[float]) -> None:
+    def _step(self, units: Sequence[Unit], floor: int, bits: Bits) -> None:
         """Give the units that cost most at a width another floor, if that makes the error smaller."""
         widths = self.plan.widths(bits)
+        before = self._errors(widths)
+        if max(before, default=0.0) <= FINE:
+            return
 
         def share(widths: Widths) -> float:  # of all outputs alike: one may be off by far more than the others
             return sum(new / old for new, old in zip(self._errors(widths), before, strict=True) if old > 0)
 
-        blamed = costs_most(units, lambda names: share(self.plain | {name: widths[name] for name in names}))
+        narrow = [unit for unit in units if any(widths[name] == bits.weights for name in unit.names)]
+        blamed = costs_most(narrow, lambda names: share(self.plain | {name: widths[name] for name in names}))
         found = worth_it(blamed, self.sizes, self.taken)
         plan = with_floors(self.plan, found, floor)
         if found and share(plan.widths(bits)) < sum(old > 0 for old in before):
