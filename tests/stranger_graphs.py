@@ -247,5 +247,15 @@ def no_weight(net: Net) -> None:
     net.output(net.node("MatMul", left, right))
 
 
+@CASES.add("names that others begin with, as older PyTorch writes them: result and result.1")
+def names_with_dots(net: Net) -> None:
+    y = net.node("Relu", net.conv(net.x(2, 3, 8, 8), 3, 8), out=["result"])
+    for i in range(1, 4):
+        y = net.node("Relu", net.conv(y, 8, 8), out=[f"result.{i}"])
+    y = net.node("Sigmoid", net.conv(y, 8, 8), out=["result.exact"])
+    net.head(net.node("Add", y, net.hold(net.draw(1, 8, 1, 1), "result.scale")), 8)
+    net.output(net.node("Tanh", "result.1", out=["result.zero"]))
+
+
 CASES.update(LAYERS)
 CASES.update(LOOPS)

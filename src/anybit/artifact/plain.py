@@ -101,7 +101,6 @@ def _settle(model: OnnxModel) -> None:
     for value in inputs:
         if value.type.tensor_type.elem_type == TensorProto.FLOAT:
             swap[value.name] = f"{value.name}.input"
-            swap[swap[value.name]] = f"{value.name}.input.inner"  # who has that name already, as masters do
             nodes.append(helper.make_node("Identity", [value.name], [swap[value.name]], name=f"{value.name}/Identity"))
     for node in graph.node:
         if node.op_type == "Constant" and (constant := _constant(node)) is not None:
