@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 from stranger_builder import Cases, Net
 from stranger_layers import LAYERS
 from stranger_loops import LOOPS
+from stranger_sound import SOUND
 
 CASES = Cases()
 
@@ -259,3 +260,4 @@ def names_with_dots(net: Net) -> None:
 
 CASES.update(LAYERS)
 CASES.update(LOOPS)
+CASES.update(SOUND)

@@ -11,12 +11,13 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper, version_converter
 
 from anybit.artifact import protobuf_scan
+from anybit.artifact.bounds import MOST_GROWTH
 from anybit.artifact.check import OLDEST, bytes_of, check_length, check_model, tensors_of
 from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, set_nodes, shaped
 from anybit.artifact.normalize import as_bytes, normalize
 from anybit.common.text import explaining
 from anybit.errors import FileError
-from anybit.graph.onnx_nodes import OPSET, computed, outlined
+from anybit.graph.onnx_nodes import OPSET, computed, entries_of, outlined
 
 Array = npt.NDArray[Any]
 
@@ -155,7 +156,8 @@ FOLDED = {
     "Identity", "Transpose", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Neg", "Sqrt",
     "DequantizeLinear",
     "Shape", "Slice", "Gather", "Expand", "ConstantOfShape", "Add", "Sub", "Mul", "Div",
-    "Range", "Where", "Equal", "Tile",
+    "Range", "Where", "Equal", "Tile", "Pow", "Exp", "Log", "Sin", "Cos", "Abs", "Reciprocal", "Clip", "Floor", "Ceil",
+    "Min", "Max", "Less", "Greater", "Not", "Tanh", "Sigmoid", "Softmax", "MatMul", "Pad",
 }  # fmt: skip
 """Operators that are done once, now, where all that comes in is constant: weights are found behind them."""
 
@@ -164,14 +166,18 @@ def _fold_constants(model: OnnxModel) -> None:
     """Compute what depends on constants alone and stands between a stored tensor and its use."""
     held = {tensor.name: tensor for tensor in model.graph.initializer}
     outputs = {value.name for value in model.graph.output}
-    kept = []
+    kept, room = [], MOST_GROWTH
     for node in model.graph.node:
         names = [name for name in node.input if name]
         known = node.op_type in FOLDED and names and all(name in held for name in names)
-        if not known or len(node.output) != 1 or node.output[0] in outputs:
+        arrays = {name: model.array(held[name]) for name in names} if known else {}
+        known = known and len(node.output) == 1 and node.output[0] not in outputs
+        entries = entries_of(node, arrays) if known else None
+        room -= max(0, entries - sum(array.size for array in arrays.values())) if entries is not None else 0
+        if entries is None or room < 0:  # what is too large is refused by whoever looks at sizes
             kept.append(node)
             continue
-        value = computed(node, [model.array(held[name]) for name in names])
+        value = computed(node, arrays)
         tensor = model.tensor(np.ascontiguousarray(value), node.output[0])
         model.graph.initializer.append(tensor)
         held[tensor.name] = model.graph.initializer[-1]
