@@ -1,7 +1,8 @@
 """Files as they are found in the wild, brought into one form before anything is decided about them.
 
 What ONNX Runtime overlooks is put right here: free sizes written as 0 or -1, nodes out of order, wrong shapes, half
-precision, weights inside of branches and loops, names that ours would clash with. A file that is quantized already is refused.
+precision, weights inside of branches and loops, names that ours would clash with. A file that is quantized already is
+refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values whose logarithm is taken: they differ by orders of magnitude, and what is small counts as much as what is large.
+"""Values whose logarithm is taken: they differ by orders of magnitude, and small ones count as much as large ones.
 
 The power of a sound, say, goes from 1e-12 to 1000. A grid with even steps makes zero of nearly all of that, at 16 bits
 too, and its logarithm turns zero into a large error.
