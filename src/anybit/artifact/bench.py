@@ -178,9 +178,10 @@ def verdict(gains: Sequence[Gain]) -> str:
     same, error = worst(best.losses)
     if same is not None:
         text += f"; {100 * same:.1f}% of its decisions are those of floating point"
-    elif error is not None:
+        _, error = worst([loss for loss in best.losses if loss.same is None])  # of outputs that decide nothing
+    if error is not None:
         text += f"; its outputs are {100 * error:.1f}% away from those of floating point"
-    elif name != "FP":
+    elif same is None and name != "FP":
         text += "; what it costs is told with --input"
     return text + "." + _sevens(gains)
 
