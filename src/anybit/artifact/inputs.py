@@ -6,7 +6,8 @@
     name=WHAT               any of these, or a number, for one of several inputs
 
 The first dimension of an array counts examples, which are fed one by one, unless the file calls it a sequence; an array
-with one dimension more than the input has holds whole inputs. Everything may come from strangers, but for functions, which are the user's own code.
+with one dimension more than the input has holds whole inputs. Everything may come from strangers, but for functions,
+which are the user's own code.
 """
 
 from __future__ import annotations

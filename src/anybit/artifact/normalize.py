@@ -33,6 +33,7 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     kinds = {node.op_type for part in all_graphs(proto.graph) for node in part.node}
     if found := sorted(kinds & QUANTIZED):
         raise FileError(f"{where}: is quantized already (it has {found[0]}); adopt the file in floating point")
+    _as_tensors(proto.graph)
     used = {""}
     for part in all_graphs(proto.graph):
         del part.value_info[:]
@@ -73,6 +74,16 @@ def _free_sizes(graph: onnx.GraphProto) -> None:
     for value in graph.output:
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.ClearField("shape")
+
+
+def _as_tensors(graph: onnx.GraphProto) -> None:
+    """Let scores that are handed out as a list of dictionaries, class by class, be the tensor that they are made of."""
+    for node in graph.node:
+        if node.op_type == "ZipMap":
+            for value in graph.output:
+                if value.name == node.output[0]:
+                    value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, TensorProto.FLOAT, None))
+            node.CopyFrom(onnx.helper.make_node("Identity", node.input[:1], node.output[:1], name=node.name))
 
 
 def _sort(graph: onnx.GraphProto) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper, version_converter
+from onnx.inliner import inline_selected_functions
 
 from anybit.artifact import protobuf_scan
 from anybit.artifact.bounds import MOST_GROWTH
@@ -88,9 +89,25 @@ def _converted(model: OnnxModel) -> OnnxModel:
             model.fill(tensor, model.array(tensor))
     rest, large = outlined(model.proto, lambda tensor: model.apart(tensor) is not None)
     rest.ir_version = 10  # before version 4 every initializer was an input too
+    rest = _without_later(rest)
     proto = version_converter.convert_version(rest, OPSET)
     proto.graph.initializer.extend(large)
     return OnnxModel(proto, model.arrays)
+
+
+def _without_later(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Spell out operators that came after this version, which the converter cannot do without."""
+    later = [node for node in model.graph.node if node.domain == "" and not onnx.defs.has(node.op_type, OPSET)]
+    if not later:
+        return model
+    version = next(o.version for o in model.opset_import if o.domain == "")
+    for node in later:  # ONNX leaves out what a node does not say
+        said = {attribute.name for attribute in node.attribute}
+        usual = onnx.defs.get_schema(node.op_type, version).attributes.values()
+        node.attribute.extend(a.default_value for a in usual if a.name not in said and a.default_value.name)
+    held = (helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in model.graph.initializer)
+    model.graph.value_info.extend(held)
+    return inline_selected_functions(model, [("", node.op_type) for node in later], inline_schema_functions=True)
 
 
 def _settle(model: OnnxModel) -> None:
