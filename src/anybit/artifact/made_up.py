@@ -6,6 +6,7 @@ Ranges from such inputs are a guess, and say so. They are far better than none: 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
@@ -37,6 +38,9 @@ LARGEST = 2**20
 
 SAMPLES = 256
 """So many numbers in a row, in fewer than four dimensions, are taken for sound."""
+STATE = re.compile("hidden|state|cache|memory|embed", re.IGNORECASE)
+"""In the names of inputs: what another run or another network made, which may be as long but is no sound."""
+
 NUMBERS = (1, 16000)
 """What a lone whole number is tried as: a flag, or a sampling rate."""
 
@@ -136,7 +140,7 @@ def _feed(
         if _floats(value, whole) and not shape and (bound := _bound(value.name)) is not None:
             array = np.asarray(bound)
         elif _floats(value, whole):
-            array = sound(shape, rng) if 0 < len(shape) < 4 and shape[-1] >= SAMPLES else picture(shape, rng)
+            array = (sound if is_sound(value.name, shape) else picture)(shape, rng)
             low, high = interval.get(value.name, (-1.0, 1.0))
             array = low + (high - low) * array
         elif int(np.prod(shape)) <= 1:
@@ -145,6 +149,16 @@ def _feed(
             array = rng.integers(0, 2 if kind is np.bool_ else max(ids, 2), shape)
         feed[value.name] = np.asarray(array, kind)
     return feed
+
+
+def is_sound(name: str, shape: tuple[int, ...]) -> bool:
+    """Tell whether an input is taken for samples of sound: many in a row, in one channel or two, and no state.
+
+    >>> is_sound("audio", (1, 512)), is_sound("encoder_outputs", (1, 100, 512)), is_sound("decoder_hidden", (1, 1, 512))
+    (True, False, False)
+    """
+    channels = shape[1] if len(shape) == 3 else 1
+    return 0 < len(shape) < 4 and shape[-1] >= SAMPLES and channels <= 2 and not STATE.search(name)
 
 
 def _bound(name: str) -> float | None:
