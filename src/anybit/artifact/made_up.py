@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ Array = npt.NDArray[Any]
 
 COUNT = 8
 SECONDS = 60.0
-"""How long a size may take that is tried."""
+"""How long a size may take that is tried; fewer inputs are made up where all of them would take longer."""
 
 SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((1,), (32,), (512,)),
@@ -78,6 +79,7 @@ def made_up_inputs(
         feeds = [
             _feed(inputs, shapes, number, ids, interval, whole, np.random.default_rng(seed)) for seed in range(COUNT)
         ]
+        begin = time.monotonic()
         try:
             run_in_time(engine, None, feeds[0], SECONDS)
         except TooSlow as error:  # another size would hardly be faster
@@ -86,7 +88,7 @@ def made_up_inputs(
         except DataError as error:
             reason = str(error)[:200]
             continue
-        return feeds
+        return feeds[: max(2, int(SECONDS / (time.monotonic() - begin + 1e-3)))]
     raise DataError(f"{where}: no made-up input runs ({reason}); pass calibration inputs")
 
 

@@ -30,8 +30,12 @@ SEEN, MOST_INPUTS = 16, 4
 """From how many inputs those that are run are taken, and how many these are, at most."""
 WORK = 5e10
 """How many multiplications all runs may take together, if one input each is less: a minute or so."""
+MOST_WORK = 2e12
+"""How many they may take at all: of a network for which that is a few runs, little can be found out."""
 FINE = 1e-4
 """A squared error of the outputs, relative to their spread, below which nothing is done."""
+FEWEST = 4
+"""With fewer looks at the outputs nothing is found."""
 COARSE = 1e-2
 """Above this, what sums hand on gets more bits too: that costs no multiplications, but time in the runtime."""
 
@@ -76,7 +80,10 @@ def widened(master: Master, joined: Sequence[Sequence[str]], feeds: Sequence[Fee
         for unit in units_of(graph, master.plan, joined, counts)
         if sum(sizes[output] for output in unit.products) <= SHARE * total
     ]
-    look = _Widening(master, some, sizes)
+    tries = min(TRIES, int(MOST_WORK / (len(STEPS) * total)))
+    if tries < FEWEST:
+        return master.plan
+    look = _Widening(master, some, sizes, tries)
     with contextlib.suppress(DataError):  # a network that does not run at some width keeps the plan that it has
         look.run(units)
     return look.master.plan
@@ -85,8 +92,8 @@ def widened(master: Master, joined: Sequence[Sequence[str]], feeds: Sequence[Fee
 class _Widening:
     """A plan on its way to more bits."""
 
-    def __init__(self, master: Master, feeds: Sequence[Feed], sizes: Mapping[str, int]) -> None:
-        self.master, self.feeds, self.sizes = master, feeds, sizes
+    def __init__(self, master: Master, feeds: Sequence[Feed], sizes: Mapping[str, int], tries: int) -> None:
+        self.master, self.feeds, self.sizes, self.tries = master, feeds, sizes, tries
         self.plain = dict.fromkeys((point.name for point in master.plan.points), FLOAT)
         self.kept = Kept(2**28)
         self.exact: list[Array] = []
@@ -119,7 +126,7 @@ class _Widening:
         def share(widths: Widths) -> float:  # of all outputs alike: one may be off by far more than the others
             return sum(new / old for new, old in zip(self._errors(widths), before, strict=True) if old > 0)
 
-        blamed = costs_most(units, lambda names: share(self.plain | {name: widths[name] for name in names}))
+        blamed = costs_most(units, lambda names: share(self.plain | {n: widths[n] for n in names}), self.tries)
         found = worth_it(blamed, self.sizes, self.taken)
         plan = with_floors(self.master.plan, found, floor)
         if found and share(plan.widths(bits)) < sum(old > 0 for old in before):
