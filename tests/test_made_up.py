@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
-from anybit.artifact.made_up import COUNT, made_up_inputs, sound
+from anybit.artifact.made_up import made_up_inputs, sound
 
 
 class Engine:
@@ -59,14 +57,3 @@ def test_what_another_network_made_is_no_sound() -> None:
     inputs = {"encoder_outputs": ("float", [1, "length", 256]), "hidden": ("float", [1, 1, 256])}
     feed = made(Engine(letter=("int32", [1, 1]), **inputs))
     assert all(np.ptp(np.quantile(feed[name], (0.01, 0.99))) > 0.5 for name in inputs)
-
-
-def test_of_a_slow_network_fewer_inputs_are_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(Engine):
-        def run(self, *given: Any) -> list[Any]:
-            time.sleep(0.2)
-            return []
-
-    assert len(made_up_inputs(Engine(x=("float", [1, 8])), ids=2, interval={}, where="file")) == COUNT
-    monkeypatch.setattr("anybit.artifact.made_up.SECONDS", 1.0)
-    assert 2 <= len(made_up_inputs(Slow(x=("float", [1, 8])), ids=2, interval={}, where="file")) < COUNT

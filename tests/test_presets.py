@@ -229,6 +229,15 @@ def test_the_range_of_a_layer_norm_reaches_as_far_as_made_up_inputs() -> None:
     assert str(found["z"][32]) == "[-3, 3]"
 
 
+def test_made_up_inputs_never_cut_off_what_a_function_may_reach() -> None:
+    known = Activation("y", "activation", ranges=((32, Range(0.0, 1.0, "softmax stays inside")),))
+    watch = Calibration(Plan((known,)), "mse", made_up=True)
+    watch.update({"y": np.linspace(0, 0.05, 500, dtype=np.float32)})
+    found = dict(watch.done().activations[0].ranges)
+    assert str(found[32]) == "[0, 1]"
+    assert found[4].high < 0.1  # few bits are not spent on what was never seen
+
+
 def test_rounding_that_keeps_sums_is_for_layers_only() -> None:
     torch.manual_seed(0)
 

@@ -334,8 +334,11 @@ def test_a_range_that_is_missing_points_to_calibrate() -> None:
     layers = "nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 3)"
     Path("plain.py").write_text(f"from torch import nn\ndef make(): return nn.Sequential({layers})")
     task = load_task("plain.py:make", data="mine.py:loaders")
-    with pytest.raises(AnybitError, match="say --calibrate 256"):
-        task.network()
+    with pytest.raises(AnybitError, match="--calibrate 256"):
+        task.network(preset="paper")
+    with pytest.warns(UserWarning, match=r"guessed from made-up inputs; .*--calibrate 256"):
+        guessed = task.network()
+    assert {a.ranges[0][1].source for a in guessed.plan.activations if a.kind != "input"} == {"made-up inputs"}
     assert task.network(calibrate="32").plan.activations
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import torch
 from stranger_builder import Net
-from torch import nn
+from torch import Tensor, nn
 
 import anybit
+from anybit.artifact import widen as widen_master
 from anybit.artifact.coverage import Coverage, summary
 from anybit.artifact.master import open_master
+from anybit.errors import DataError
+from anybit.plan import widen
 from anybit.plan.points import Plan
 from anybit.plan.widen import MEASURED, SHARE, SUM, Unit, costs_most, worth_it
+from anybit.spec import Bits
 
 
 def bottleneck(folder: Path) -> tuple[Path, list[dict[str, np.ndarray]]]:
@@ -58,7 +63,7 @@ def test_what_costs_most_gets_more_bits_and_the_error_falls(tmp_path: Path) -> N
 
 def test_a_network_too_large_for_a_few_runs_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, feeds = bottleneck(tmp_path)
-    monkeypatch.setattr("anybit.artifact.widen.MOST_WORK", 100_000)
+    monkeypatch.setattr("anybit.plan.widen.MOST_WORK", 50_000)
     monkeypatch.setattr("anybit.artifact.widen.outputs_at", None)  # nothing is run
     assert measured(anybit.adopt(plain, tmp_path / "large.onnx", calibration=feeds)) == []
 
@@ -72,23 +77,46 @@ def test_the_same_points_every_time_and_none_for_the_paper(tmp_path: Path) -> No
     assert measured(anybit.adopt(plain, tmp_path / "paper.onnx", preset="paper", calibration=feeds)) == []
 
 
-def test_prepare_measures_when_it_is_asked_to() -> None:
+def test_prepare_measures_where_it_has_inputs() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4), nn.Tanh()]
     model = nn.Sequential(*layers, nn.Linear(4, 3)).eval()
     with torch.no_grad():
         layers[4].weight *= 120  # what feeds it must be known well
     batches = [torch.randn(8, 16) for _ in range(2)]
-    usual = anybit.prepare(model, batches[0], calibration=batches)
-    net = anybit.prepare(model, batches[0], calibration=batches, sensitive="measured")
+    usual = anybit.prepare(model, batches[0], calibration=batches, sensitive="8-bit")
+    net = anybit.prepare(model, batches[0], calibration=batches)
     assert measured(usual.plan) == []
     assert measured(net.plan)
+    assert net.bits == Bits()
+    with torch.no_grad():
+        assert torch.equal(net(batches[0]), usual(batches[0]))
     found = {}
     for name, network in {"usual": usual, "measured": net}.items():
         network.set_bits(weights=8, activations=8)
         with torch.no_grad():
             found[name] = float((network(batches[0]) - model(batches[0])).square().mean())
     assert found["measured"] < found["usual"]
+
+
+class Odd(nn.Module):
+    """Takes two inputs, one of them a lone number, and returns numbers and a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor, size: Tensor) -> dict[str, Tensor]:
+        y = self.b(torch.relu(self.a(x))) * 3 + size
+        return {"y": torch.tanh(y), "best": y.argmax(1)}
+
+
+def test_what_is_measured_fits_any_way_to_call_a_network() -> None:
+    torch.manual_seed(0)
+    batches = [{"size": torch.tensor(2.0), "x": torch.randn(3, 16)} for _ in range(3)]
+    net = anybit.prepare(Odd().eval(), batches[0], calibration=batches)
+    assert net(**batches[1])["y"].shape == (3, 4)
+    assert all(point.floor >= 8 for point in net.plan.weights)  # the first and the last layer
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -131,19 +159,43 @@ def swishing(folder: Path, depth: int) -> tuple[Path, list[dict[str, np.ndarray]
     return path, feeds
 
 
-def test_sums_get_more_bits_where_a_tenth_of_the_products_is_not_enough(tmp_path: Path) -> None:
+def test_sums_get_more_bits_where_a_tenth_of_the_products_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, feeds = swishing(tmp_path, 12)
     plan = anybit.adopt(plain, tmp_path / "wide.onnx", calibration=feeds)
     usual = anybit.adopt(plain, tmp_path / "same.onnx", calibration=feeds, sensitive="8-bit")
     sums = [point.name for point in usual.activations if point.kind == "accumulator"]
     assert sums
     assert {plan.activation(name).floor for name in sums} == {16}
-    assert {plan.activation(name).because for name in sums} <= {SUM, MEASURED}
+    assert {plan.activation(name).because for name in sums} == {SUM}  # they take no room away from operands
+    assert measured(plan)
     found = Coverage(**open_master(tmp_path / "wide.onnx").header.about["quantized"])
     assert found.measured is not None
     assert found.measured <= SHARE
     assert any(SUM in line for line in summary(plan, found))
     bits = {"weights": 8, "activations": 8}
     assert error(tmp_path / "wide.onnx", feeds, **bits) < error(tmp_path / "same.onnx", feeds, **bits)
+    monkeypatch.setattr(widen, "COARSE", np.inf)
+    anybit.adopt(plain, tmp_path / "tenth.onnx", calibration=feeds)
+    assert error(tmp_path / "wide.onnx", feeds, **bits) < error(tmp_path / "tenth.onnx", feeds, **bits)
+    monkeypatch.undo()
     shallow, feeds = swishing(tmp_path, 1)
     assert SUM not in {p.because for p in anybit.adopt(shallow, tmp_path / "m.onnx", calibration=feeds).points}
+
+
+def test_sums_that_do_not_run_with_more_bits_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, feeds = swishing(tmp_path, 12)
+    usual = anybit.adopt(plain, tmp_path / "same.onnx", calibration=feeds, sensitive="8-bit")
+    sums = [point.name for point in usual.activations if point.kind == "accumulator"]
+    run = widen_master.outputs_at
+
+    def outputs_at(*args: Any) -> Any:
+        if all(args[2][name] == 16 for name in sums):
+            raise DataError("no kernel")
+        return run(*args)
+
+    monkeypatch.setattr(widen_master, "outputs_at", outputs_at)
+    plan = anybit.adopt(plain, tmp_path / "wide.onnx", calibration=feeds)
+    assert measured(plan)
+    assert SUM not in {point.because for point in plan.points}

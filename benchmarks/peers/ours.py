@@ -41,16 +41,17 @@ def setting(*, data: bool, fitted: bool = False, **options: Any) -> Setting:
     return once
 
 
-CHANNEL: dict[str, Any] = {"per_channel": True}
-TENSOR: dict[str, Any] = {"per_channel": False}
-SAME: dict[str, Any] = {"sensitive": "same"}
+CHANNEL: dict[str, Any] = {"per_channel": True, "sensitive": "8-bit"}
+"""Other tools choose no layers by measurement, so neither is it done here."""
+TENSOR = CHANNEL | {"per_channel": False}
+SAME = CHANNEL | {"sensitive": "same"}
 
 SETTINGS = {
     "reconstructed, per channel": setting(data=True, fitted=True, **CHANNEL),
     "per channel": setting(data=True, **CHANNEL),
     "no data, per channel": setting(data=False, **CHANNEL),
-    "reconstructed, per channel, all layers": setting(data=True, fitted=True, **CHANNEL, **SAME),
-    "no data, per channel, all layers": setting(data=False, **CHANNEL, **SAME),
+    "reconstructed, per channel, all layers": setting(data=True, fitted=True, **SAME),
+    "no data, per channel, all layers": setting(data=False, **SAME),
     "reconstructed, per tensor": setting(data=True, fitted=True, **TENSOR),
     "per tensor": setting(data=True, **TENSOR),
     "no data, per tensor": setting(data=False, **TENSOR),

@@ -21,7 +21,7 @@ INPUTS = 2
 """On how many inputs the errors of the outputs are compared."""
 
 
-def blame(stranger: Stranger, bits: Bits, *, data: bool) -> dict[str, Any]:
+def blame(stranger: Stranger, bits: Bits, tool: str) -> dict[str, Any]:
     """Return which neighbours among the points cost the outputs most, and what weights and activations cost alone.
 
     The share of an entry is its squared error over that of all points together; the decisions are those that stay as
@@ -31,10 +31,8 @@ def blame(stranger: Stranger, bits: Bits, *, data: bool) -> dict[str, Any]:
     task, floats = stranger.task(stranger.file()), tools.plain(stranger.file())
     feeds = list(task.calibrate(floats))[:MOST_INPUTS]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "adopted.onnx"
-        tools.adopt(stranger.file(), out, feeds if data else None)
-        session = tools.open_master(out)
-        run, names = tools.run_of(session), tools.point_names(session)
+        session, run = _quantized(stranger, tool, feeds, Path(folder) / "adopted.onnx")
+        names = tools.point_names(session)
         outputs = [floats(feed) for feed in feeds[:INPUTS]]
 
         def error(some: Collection[str]) -> float:
@@ -61,6 +59,18 @@ def blame(stranger: Stranger, bits: Bits, *, data: bool) -> dict[str, Any]:
         return {"worst": worst, **alone}
 
 
+def _quantized(stranger: Stranger, tool: str, feeds: list[Feed], out: Path) -> tuple[Any, Run]:
+    """Return a network whose points can be quantized one by one, and the same as a function."""
+    given = None if tool.endswith("without data") else feeds
+    if tool.startswith("prepare"):
+        assert stranger.torch is not None
+        network = tools.prepare(stranger.torch, given)
+        return network, tools.run_of_network(network)
+    tools.adopt(stranger.file(), out, given)
+    session = tools.open_master(out)
+    return session, tools.run_of(session)
+
+
 def in_words(entry: dict[str, Any]) -> str:
     """Return in one line what costs a network its decisions."""
     parts = [
@@ -75,13 +85,12 @@ def _error(run: Run, feeds: list[Feed], outputs: list[dict[str, Array]]) -> floa
     """Return the squared distance to the outputs in floating point over their own size, each output alike."""
     errors = []
     for feed, wanted in zip(feeds, outputs, strict=True):
-        found = run(feed)
-        for name, value in wanted.items():
+        for value, found in zip(wanted.values(), run(feed).values(), strict=True):  # names differ in PyTorch
             if value.dtype.kind != "f":
                 continue
-            if found[name].shape != value.shape:  # an answer of free length became another one
+            if found.shape != value.shape:  # an answer of free length became another one
                 errors.append(1.0)
                 continue
             size = float(np.sum(value.astype(np.float64) ** 2))
-            errors.append(float(np.sum((found[name].astype(np.float64) - value) ** 2)) / max(size, 1e-30))
+            errors.append(float(np.sum((found.astype(np.float64) - value) ** 2)) / max(size, 1e-30))
     return float(np.mean(errors)) if errors else 0.0

@@ -2,7 +2,7 @@
 
     make bench-strangers
     python benchmarks/strangers/run.py --files silero magika --again
-    python benchmarks/strangers/run.py --blame ppocr-v4-rec --bits W4A8 [--tools "anybit without data"]
+    python benchmarks/strangers/run.py --blame ppocr-v4-rec --bits W4A8 [--tools prepare]
 
 Every case runs in a process of its own with a time limit. Writes results/strangers.json after every case and goes on
 from there next time; what anybit did with another state of `src` is measured again. What falls short of a mark is
@@ -170,8 +170,8 @@ def show_misses(rows: list[Row], blamed: list[Row], console: Console) -> None:
 def with_blame(wanted: list[tuple[str, str, str]], blamed: list[Row], console: Console) -> list[Row]:
     """Measure what costs some files their decisions, and put it in place of what is known of them."""
     for name, tool, bits in wanted:
-        if tool.startswith("anybit") and STRANGERS[name].task is not None:
-            found = blame(STRANGERS[name], Bits.parse(bits), data=tool == "anybit")
+        if tool.startswith(("anybit", "prepare")) and STRANGERS[name].task is not None:
+            found = blame(STRANGERS[name], Bits.parse(bits), tool)
             entry = {"file": name, "tool": tool, "bits": bits, "commit": commit(), **found}
             blamed = [e for e in blamed if (e["file"], e["tool"], e["bits"]) != (name, tool, bits)] + [entry]
             console.print(f"{name}, {tool}, {bits}: {in_words(entry)}", soft_wrap=True, highlight=False)
@@ -199,9 +199,9 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
     rows, blamed, now = read(options.out, "rows"), read(options.out, "blame"), source()
     if options.blame is not None:
-        tool = next(iter(options.tools), "anybit")
         missed = [(name, tool, bits) for name, tool, bits, _, _ in misses(rows) if name in STRANGERS]
-        blamed = with_blame([(options.blame, tool, str(options.bits))] if options.blame else missed, blamed, console)
+        one = [(options.blame, options.tools[0], str(options.bits))]
+        blamed = with_blame(one if options.blame else missed, blamed, console)
         write(options.out, rows, blamed)
         return
     for name in [] if options.show else options.files:

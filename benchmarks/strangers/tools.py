@@ -55,7 +55,7 @@ def point_names(session: Any) -> list[str]:
 
 
 def prepare(name: str, calibration: Sequence[Feed] | None) -> Any:
-    """Return a PyTorch network with a width switch, with the settings that `adopt` has by default."""
+    """Return a PyTorch network with a width switch, with its default settings."""
     import torch
     from from_torch import NETWORKS
 
@@ -67,9 +67,9 @@ def prepare(name: str, calibration: Sequence[Feed] | None) -> Any:
     if len(inputs) == 1:  # one input goes without its name
         (key,) = inputs
         given = [b[key] for b in batches] if batches else None
-        return anybit.prepare(model, inputs[key], calibration=given, sensitive="measured")
+        return anybit.prepare(model, inputs[key], calibration=given)
     torch.set_num_threads(THREADS)
-    return anybit.prepare(model, inputs, calibration=batches, sensitive="measured")
+    return anybit.prepare(model, inputs, calibration=batches)
 
 
 def _tensors(feed: Feed) -> dict[str, Any]:

@@ -84,8 +84,6 @@ def adopt(
     """
     if store not in STORES:
         raise SpecError(f"store must be one of {', '.join(STORES)}; got {store!r}")
-    if preset == "default":
-        sensitive = sensitive or "measured"
     settings = Settings.of(
         preset, method=method, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas, sensitive=sensitive,
         helpers=helpers,
@@ -132,7 +130,7 @@ def plan_for(
     else:
         watch = Calibration(plan, settings.method, made_up=True)
         with contextlib.suppress(DataError):  # nothing that was made up runs: what is unknown stays in floating point
-            ids, interval = table_rows(model), {**(fed or {}), **_intervals(plan)}
+            ids, interval = table_rows(model), {**(fed or {}), **given_intervals(plan)}
             plan = _calibrated(model, watch, None, some, ids=ids, interval=interval, where=where)
     return joined(plan, built.joined), built.joined
 
@@ -155,7 +153,7 @@ def _fed_intervals(model: OnnxModel, how: Preprocessing) -> dict[str, Interval]:
     return found
 
 
-def _intervals(plan: Plan) -> dict[str, Interval]:
+def given_intervals(plan: Plan) -> dict[str, Interval]:
     """Return where the inputs lie that the user has said so of."""
     found = {a.place.removesuffix(".input"): a.ranges[0][1] for a in plan.activations if a.kind == "input" and a.ranges}
     return {name: (r.low, r.high) for name, r in found.items()}

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy.typing as npt
-from onnx import TensorProto, helper
+from onnx import NodeProto, TensorProto, helper
 
 from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.model import OnnxModel, all_graphs
@@ -178,7 +178,7 @@ def multiplications(node: Node, shapes: Shapes) -> int:
         weight = shapes[node.inputs[1]]
         each = math.prod(weight) // max(1, weight[0])
         return (math.prod(first) if node.transposed else out) * each
-    across = attributes(node.origin).get("transA", 0) if node.origin is not None else 0
+    across = attributes(node.origin).get("transA", 0) if isinstance(node.origin, NodeProto) else 0
     return out * (first[-2] if across and len(first) > 1 else first[-1] if first else 1)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ Array = npt.NDArray[Any]
 
 COUNT = 8
 SECONDS = 60.0
-"""How long a size may take that is tried; fewer inputs are made up where all of them would take longer."""
+"""How long a size may take that is tried."""
 
 SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((1,), (32,), (512,)),
@@ -79,7 +78,6 @@ def made_up_inputs(
         feeds = [
             _feed(inputs, shapes, number, ids, interval, whole, np.random.default_rng(seed)) for seed in range(COUNT)
         ]
-        begin = time.monotonic()
         try:
             run_in_time(engine, None, feeds[0], SECONDS)
         except TooSlow as error:  # another size would hardly be faster
@@ -88,7 +86,7 @@ def made_up_inputs(
         except DataError as error:
             reason = str(error)[:200]
             continue
-        return feeds[: max(2, int(SECONDS / (time.monotonic() - begin + 1e-3)))]
+        return feeds
     raise DataError(f"{where}: no made-up input runs ({reason}); pass calibration inputs")
 
 
@@ -142,9 +140,8 @@ def _feed(
         if _floats(value, whole) and not shape and (bound := _bound(value.name)) is not None:
             array = np.asarray(bound)
         elif _floats(value, whole):
-            array = (sound if is_sound(value.name, shape) else picture)(shape, rng)
             low, high = interval.get(value.name, (-1.0, 1.0))
-            array = low + (high - low) * array
+            array = low + (high - low) * drawn(shape, rng, value.name)
         elif int(np.prod(shape)) <= 1:
             array = np.full(shape, max(lengths, default=1) if "len" in value.name.lower() else number)
         else:
@@ -170,6 +167,11 @@ def _bound(name: str) -> float | None:
 
 def _floats(value: Any, whole: Container[str]) -> bool:
     return bool(np.issubdtype(TYPES[value.type], np.floating)) and value.name not in whole
+
+
+def drawn(shape: tuple[int, ...], rng: np.random.Generator, name: str = "") -> Array:
+    """Return numbers from 0 to 1 that look like sound or like a picture, whichever an input is taken for."""
+    return (sound if is_sound(name, shape) else picture)(shape, rng)
 
 
 def sound(shape: tuple[int, ...], rng: np.random.Generator) -> Array:

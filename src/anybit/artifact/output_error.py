@@ -15,6 +15,7 @@ from anybit.common.bars import progress_bars
 from anybit.plan.allocation import Allocation, Unit, check_choices, choose
 from anybit.plan.numbers import Kept
 from anybit.plan.points import Widths
+from anybit.plan.widen import relative_errors
 from anybit.spec import FLOAT, Bits, LayerWidths
 
 
@@ -95,24 +96,3 @@ def outputs_at(
         for name, value in run(feed).items():
             made.setdefault(name, []).append(np.asarray(value).reshape(-1))
     return [np.concatenate(parts) for parts in made.values()]
-
-
-def relative_errors(exact: list[Array], found: list[Array]) -> list[float]:
-    """Return the squared error of each output, relative to how far it spreads.
-
-    Of whole numbers those that differ count; of an answer that became longer or shorter, all of it.
-
-    >>> relative_errors([np.array([1.0, -1.0]), np.array([1, 2])], [np.array([1.0, -2.0]), np.array([1, 3])])
-    [0.5, 0.5]
-    """
-    errors = []
-    for want, got in zip(exact, found, strict=True):
-        if want.shape != got.shape:
-            errors.append(1.0)
-        elif want.dtype.kind != "f":
-            errors.append(float((want != got).mean()) if want.size else 0.0)
-        else:
-            spread = max(float(want.var(dtype=np.float64)), 1e-30)
-            error = float(np.square(got.astype(np.float64) - want).mean()) / spread if want.size else 0.0
-            errors.append(error if error < np.inf else 1.0)  # NaN is not
-    return errors

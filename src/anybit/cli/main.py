@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, get_type_hints
 
@@ -93,7 +94,9 @@ def main(argv: list[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     try:
-        app(args=[word for word in words if word != "--debug"], prog_name="anybit")
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            app(args=[word for word in words if word != "--debug"], prog_name="anybit")
     except (AnybitError, OSError) as error:
         if debug:
             raise
@@ -106,6 +109,14 @@ def main(argv: list[str] | None = None) -> None:
                 raise KeyboardInterrupt from stop
             errors.print("interrupted", style="red")
         raise
+
+
+def _warn(message: Warning | str, category: type[Warning], *where: object, **rest: object) -> None:
+    """Print what the user should know in one line; what is about code is not for them."""
+    if category is UserWarning:
+        errors.print(
+            f"warning: {printable(str(message))}", style="yellow", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def _one_line(error: Exception) -> str:

@@ -42,7 +42,7 @@ class Settings:
     symmetric: bool = False
     per_channel: bool = True
     sigmas: float | None = None
-    sensitive: str = "8-bit"
+    sensitive: str = "measured"
     helpers: frozenset[str] = frozenset({"bias", "sums"})
 
     @classmethod
@@ -328,5 +328,10 @@ def joined(plan: Plan, groups: Iterable[list[str]]) -> Plan:
 
 def check_ranges(plan: Plan, *, advice: str) -> None:
     """Refuse a plan with activations of unknown range; inputs and accumulators may stay in floating point."""
-    if missing := [a.name for a in plan.activations if not a.ranges and a.kind == "activation"]:
+    if missing := unknown(plan):
         raise RangeError(f"no normalization tells the range of these points; {advice}", missing)
+
+
+def unknown(plan: Plan) -> list[str]:
+    """Return the activations whose range nothing tells."""
+    return [a.name for a in plan.activations if not a.ranges and a.kind == "activation"]

@@ -37,9 +37,11 @@ class Codes:
         >>> Codes(np.array([-7, 2], np.int8), np.array(0.5, np.float32), np.array(0, np.int8), None, 4).dequantized()
         array([-3.5,  1. ], dtype=float32)
         """
-        out = np.empty(self.values.shape, np.float32)
+        out, shifted = np.empty(self.values.shape, np.float32), self.zero.any()
         for codes, to, scale, zero in _pieces(self.values, out, self.scale, self.zero.astype(np.float32), self.axis):
-            np.subtract(codes, zero, out=to, dtype=np.float32)
+            to[...] = codes
+            if shifted:
+                to -= zero
             to *= scale
         return out
 
@@ -104,7 +106,8 @@ def encode(weight: Floats, how: Weight, bits: int) -> Codes:
         codes = squant(weight, *grid, axis=how.channels, groups=how.groups)
         values = (codes - codes.dtype.type(middle) if middle else codes).astype(_kind(bits))
     else:
-        values = _nearest(weight, grid, spec, middle)
+        # Whatever lies on a symmetric grid's own range is rounded to one of its codes.
+        values = _nearest(weight, grid, spec, middle, inside=spec.symmetric and not how.clip)
     shape = () if spec.axis is None else (-1,)
     scale, zero = np.asarray(grid.scale, np.float32), np.asarray(grid.zero - middle, _kind(bits))
     return Codes(values, scale.reshape(shape), zero.reshape(shape), spec.axis, bits)
@@ -120,7 +123,7 @@ def _kind(bits: int) -> type[np.signedinteger[Any]]:
     return np.int8 if bits <= 8 else np.int16
 
 
-def _nearest(weight: Floats, grid: Grid, spec: QuantSpec, middle: int) -> Whole:
+def _nearest(weight: Floats, grid: Grid, spec: QuantSpec, middle: int, *, inside: bool) -> Whole:
     """Return the nearest codes less `middle`, as `quantize` gives them, a cacheful at a time."""
     out = np.empty(weight.shape, _kind(spec.bits))
     for part, codes, scale, zero in _pieces(weight, out, grid.scale, grid.zero, spec.axis):
@@ -129,7 +132,8 @@ def _nearest(weight: Floats, grid: Grid, spec: QuantSpec, middle: int) -> Whole:
         np.rint(ratio, out=ratio)
         if not spec.symmetric:
             ratio += zero
-        np.clip(ratio, grid.low, grid.high, out=ratio)
+        if not inside:
+            np.clip(ratio, grid.low, grid.high, out=ratio)
         if middle:
             ratio -= middle
         codes[...] = ratio

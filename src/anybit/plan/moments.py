@@ -24,6 +24,8 @@ Array = npt.NDArray[np.float64]
 
 ESTIMATED = " (estimated)"
 """Added to where a range came from when it was carried through a layer without batch norm."""
+BOUNDED = " stays inside"
+"""Where a range came from that nothing can leave: the function that made the value."""
 
 BINS = 4096
 """Bins of a histogram over everything that a value can be."""
@@ -265,7 +267,7 @@ def propagate(
         else:
             found = _APPLY[node.kind](graph, node, moments, n) if node.kind in _APPLY else None
         if found is None and node.bounds is not None:
-            found = within(*node.bounds, f"{node.name} stays inside")
+            found = within(*node.bounds, node.name + BOUNDED)
         if found is not None and np.isfinite(found.low).all() and np.isfinite(found.high).all():
             if node.output in histograms and found.known:
                 found = replace(found, histogram=histogram_of(found))

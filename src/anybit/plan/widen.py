@@ -1,17 +1,26 @@
 """Which points keep more bits than asked for: those whose rounding costs a network's outputs most, by measurement.
 
-The caller says what rounding some points alone does to the outputs. Errors of several points nearly add up, so that
-halving whatever costs most leads to the worst points without trying each of hundreds.
+The caller runs the network. Errors of several points nearly add up, so that halving whatever costs most leads to the
+worst points without trying each of hundreds; what is wider takes at most a tenth of the multiplications.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from anybit.errors import DataError
 from anybit.graph.view import Graph, Node, origins
 from anybit.plan.observe import given
-from anybit.plan.points import Activation, Plan
+from anybit.plan.points import Activation, Plan, Widths
+from anybit.spec import FLOAT, WIDEST, Bits
+
+Array = npt.NDArray[Any]
 
 SHARE = 0.1
 """The part of a network's multiplications that may be wider than asked for."""
@@ -19,6 +28,22 @@ TRIES = 32
 """How often the outputs are looked at, at most."""
 LITTLE = 0.01
 """Points that cost less than this part of the error are not worth more bits."""
+SEEN, MOST_INPUTS = 16, 4
+"""From how many inputs those that are run are taken, and how many these are, at most."""
+WORK = 5e10
+"""How many multiplications all runs may take together, if one input each is less: a minute or so."""
+MOST_WORK = 2e12
+"""How many one input each may take: where that is only a few runs, nothing is looked for."""
+FEWEST = 4
+"""With fewer looks at the outputs nothing is found."""
+FINE = 1e-4
+"""A squared error of the outputs, relative to their spread, below which nothing is done."""
+COARSE = 1e-2
+"""Above this, what sums hand on gets more bits too: that costs no multiplications, but time in the runtime."""
+ROUNDS = 2
+"""How often the worst points are looked for then: those that cost most at first hide others."""
+STEPS = ((Bits(8, 8), WIDEST), (Bits(4, FLOAT), 8))
+"""Widths at which points are looked at, and the width that those which cost most there never go below."""
 MEASURED = "measured error"
 """Why a point keeps more bits."""
 SUM = "sum, measured error"
@@ -26,6 +51,8 @@ SUM = "sum, measured error"
 
 Error = Callable[[Collection[str]], float]
 """The squared error of the outputs, relative to their spread, when these points alone are rounded."""
+Outputs = Callable[[Widths], list[Array]]
+"""All outputs of the network at some widths, over a few inputs."""
 
 
 @dataclass(frozen=True)
@@ -126,3 +153,108 @@ def with_floors(plan: Plan, units: Iterable[Unit], floor: int, because: str = ME
         replace(p, floor=floor, because=because) if p.name in names and p.floor < floor else p for p in plan.points
     )
     return replace(plan, points=tuple(points))
+
+
+def chosen(count: int, multiplications: int) -> list[int]:
+    """Return which of the first inputs are run: a few, of a large network fewer.
+
+    >>> chosen(16, 10**6), chosen(16, 10**12), chosen(2, 10**6)
+    ([0, 5, 10, 15], [0], [0, 1])
+    """
+    most = max(1, min(MOST_INPUTS, count, int(WORK / (len(STEPS) * TRIES * max(1, multiplications)))))
+    return [int(i) for i in np.linspace(0, count - 1, most).round()]
+
+
+def widened(
+    graph: Graph, plan: Plan, joined: Iterable[Sequence[str]], counts: Mapping[Node, int], outputs: Outputs
+) -> Plan:
+    """Return the plan with more bits for the points whose rounding costs the outputs most.
+
+    Args:
+        graph: The network.
+        plan: Its plan, calibrated.
+        joined: Points that share their grid.
+        counts: The multiplications of every product.
+        outputs: What the network makes of a few inputs; floors of the plan do not matter there.
+    """
+    sizes = {node.output: count for node, count in counts.items()}
+    total = sum(sizes.values())
+    most, tries = SHARE * total, min(TRIES, int(MOST_WORK / (len(STEPS) * max(1, total))))
+    if not total or tries < FEWEST:
+        return plan
+    units = [u for u in units_of(graph, plan, joined, counts) if sum(sizes[name] for name in u.products) <= most]
+    look = _Widening(plan, outputs, sizes, tries)
+    with contextlib.suppress(DataError):  # a network that does not run at some width keeps the plan that it has
+        look.run(units)
+    return look.plan
+
+
+class _Widening:
+    """A plan on its way to more bits."""
+
+    def __init__(self, plan: Plan, outputs: Outputs, sizes: Mapping[str, int], tries: int) -> None:
+        self.plan, self.outputs, self.sizes, self.tries = plan, outputs, sizes, tries
+        self.plain = dict.fromkeys((point.name for point in plan.points), FLOAT)
+        self.exact: list[Array] = []
+        self.taken: set[str] = set()
+
+    def run(self, units: Sequence[Unit]) -> None:
+        """Look at one width after the other."""
+        self.exact = self.outputs(self.plain)
+        for bits, floor in STEPS:
+            start = self.plan
+            self._step(units, floor, bits)
+            if floor == WIDEST and max(self._errors(self.plan.widths(bits)), default=0.0) > COARSE:
+                self._start_over(start, units, bits)
+
+    def _start_over(self, plan: Plan, units: Sequence[Unit], bits: Bits) -> None:
+        """Give all sums more bits first, which shows what else costs most, and keep that if the error is smaller."""
+        sums = [Unit((p.name,), frozenset()) for p in plan.activations if p.kind == "accumulator" and p.ranges]
+        other = _Widening(with_floors(plan, sums, WIDEST, SUM), self.outputs, self.sizes, self.tries)
+        other.exact = self.exact
+        for _ in range(ROUNDS):
+            other._step(units, WIDEST, bits)
+        if sum(other._errors(other.plan.widths(bits))) < sum(self._errors(self.plan.widths(bits))):
+            self.plan, self.taken = other.plan, other.taken
+
+    def _step(self, units: Sequence[Unit], floor: int, bits: Bits) -> None:
+        """Give the units that cost most at a width another floor, if that makes the error smaller."""
+        widths = self.plan.widths(bits)
+        before = self._errors(widths)
+        if max(before, default=0.0) <= FINE:
+            return
+
+        def share(widths: Widths) -> float:  # of all outputs alike: one may be off by far more than the others
+            return sum(new / old for new, old in zip(self._errors(widths), before, strict=True) if old > 0)
+
+        narrow = [unit for unit in units if any(widths[name] == bits.weights for name in unit.names)]
+        blamed = costs_most(narrow, lambda names: share(self.plain | {n: widths[n] for n in names}), self.tries)
+        found = worth_it(blamed, self.sizes, self.taken)
+        plan = with_floors(self.plan, found, floor)
+        if found and share(plan.widths(bits)) < sum(old > 0 for old in before):
+            self.plan = plan
+            self.taken |= {output for unit in found for output in unit.products}
+
+    def _errors(self, widths: Widths) -> list[float]:
+        return relative_errors(self.exact, self.outputs(widths))
+
+
+def relative_errors(exact: list[Array], found: list[Array]) -> list[float]:
+    """Return the squared error of each output, relative to how far it spreads.
+
+    Of whole numbers those that differ count; of an answer that became longer or shorter, all of it.
+
+    >>> relative_errors([np.array([1.0, -1.0]), np.array([1, 2])], [np.array([1.0, -2.0]), np.array([1, 3])])
+    [0.5, 0.5]
+    """
+    errors = []
+    for want, got in zip(exact, found, strict=True):
+        if want.shape != got.shape:
+            errors.append(1.0)
+        elif want.dtype.kind != "f":
+            errors.append(float((want != got).mean()) if want.size else 0.0)
+        else:
+            spread = max(float(want.var(dtype=np.float64)), 1e-30)
+            error = float(np.square(got.astype(np.float64) - want).mean()) / spread if want.size else 0.0
+            errors.append(error if error < np.inf else 1.0)  # NaN is not
+    return errors

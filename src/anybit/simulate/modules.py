@@ -86,7 +86,9 @@ class Activation(nn.Module):
         """Whether the tensor that comes in belongs to nobody else, and may be overwritten."""
         self.rectifies = False
         """Whether the tensor that comes in has yet to go through a ReLU."""
+        self.given: Grid | None = None
         self.grid: Grid | None = None
+        """The grid as it was given, and on the device."""
         self.ends = (0.0, 0.0)
         """Between which values of `x` gradients go through: half a bin beyond the grid."""
         self.bits = FLOAT
@@ -95,7 +97,10 @@ class Activation(nn.Module):
 
     def set_grid(self, grid: Grid | None, bits: int, device: torch.device) -> None:
         """Put what comes in on this grid, given in numpy, from now on."""
-        self.grid, self.bits = None if grid is None else on_device(grid, device), bits
+        if grid is self.given and bits == self.bits and (self.grid is None or self.grid.scale.device == device):
+            return
+        self.given, self.bits = grid, bits
+        self.grid = None if grid is None else on_device(grid, device)
         if grid is None:
             return
         self.centred = not np.any(grid.zero)  # asking the device would mean to wait for it
@@ -128,11 +133,13 @@ class Bias(nn.Module):
         self.point = point
         self.master = bias
         self.__dict__["weight"], self.__dict__["source"] = weight, source  # they have places of their own
+        self.given: RoundedBias | None = None
         self.value: Tensor | None = None
 
-    def set_value(self, found: RoundedBias | None) -> None:
+    def set_value(self, found: RoundedBias) -> None:
         """Add this from now on, while it does not follow the weight live."""
-        self.value = None if found is None else torch.from_numpy(found.values).to(self.master)
+        if self.value is None or found is not self.given:
+            self.given, self.value = found, torch.from_numpy(found.values).to(self.master)
 
     def forward(self) -> Tensor:
         """Return the bias that goes with the current widths; gradients go straight through."""

@@ -7,7 +7,7 @@ import copy
 import functools
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +20,7 @@ from anybit.errors import SpecError
 from anybit.graph.from_torch import to_numpy
 from anybit.plan.allocation import Allocation
 from anybit.plan.numbers import Kept, Numbers
-from anybit.plan.points import Plan
+from anybit.plan.points import Plan, Widths
 from anybit.plan.text import plan_from_values, plan_to_values
 from anybit.simulate.allocate import allocate
 from anybit.simulate.modules import Activation, Weight, executors
@@ -41,6 +41,7 @@ class QuantizedNetwork(nn.Module):
     def __init__(self, body: fx.GraphModule, plan: Plan, takes: Signature) -> None:
         super().__init__()
         self.body = body
+        self._parts = executors(body)
         self._plan, self._takes = plan, takes
         self._bits = Bits()
         self._layers: dict[str, Bits] = {}
@@ -60,7 +61,7 @@ class QuantizedNetwork(nn.Module):
     @plan.setter
     def plan(self, plan: Plan) -> None:
         """Execute another plan of the same network."""
-        parts = executors(self.body)
+        parts = self._parts
         named = {entry.name: entry for entry in (*plan.points, *plan.biases)}
         if named.keys() != parts.keys():
             raise SpecError("this plan has other points than the network; prepare the network it was made for")
@@ -88,7 +89,7 @@ class QuantizedNetwork(nn.Module):
     @property
     def weights(self) -> dict[str, nn.Parameter]:
         """The weights in floating point, by the names of their points."""
-        return {name: m.master for name, m in executors(self.body).items() if isinstance(m, Weight)}
+        return {name: m.master for name, m in self._parts.items() if isinstance(m, Weight)}
 
     def set_bits(self, *, weights: int, activations: int, layers: LayerWidths | None = None) -> None:
         """Run at these widths from now on; 32 means floating point.
@@ -103,19 +104,26 @@ class QuantizedNetwork(nn.Module):
         Outside of training mode the weights are rounded now, not in the next forward pass.
         """
         bits, chosen = Bits(weights, activations), layer_bits(layers)
-        self._plan.widths(bits, chosen)  # refuses patterns that match nothing, before anything changes
+        widths = self._plan.widths(bits, chosen)  # refuses patterns that match nothing, before anything changes
         self._bits, self._layers = bits, chosen
-        self._execute()
+        self._execute(widths)
 
     def numbers(self) -> Numbers:
         """Return everything that the plan says at the current widths: codes, scales, grids, biases."""
         self._look()
         return self._numbers()
 
-    def _numbers(self) -> Numbers:
-        parts = executors(self.body)
-        masters = {name: m.master for name, m in parts.items() if not isinstance(m, Activation)}
-        return self._plan.at(self._bits, self._layers, tensors=_Arrays(masters), kept=self._kept)
+    def _numbers(self, widths: Widths | None = None) -> Numbers:
+        masters = {name: m.master for name, m in self._parts.items() if not isinstance(m, Activation)}
+        if widths is None:
+            widths = self._plan.widths(self._bits, self._layers)
+        tensors: Mapping[str, Any] = _Arrays(masters)
+        return Numbers(self._plan, widths, tensors, self._kept)
+
+    def execute(self, widths: Widths) -> None:
+        """Run a network in floating point at these widths of its points, until the next `set_bits`."""
+        assert self._bits == Bits(), "it would go back to its own widths"
+        self._execute(widths)
 
     @torch.no_grad()
     def _look(self) -> None:
@@ -126,12 +134,12 @@ class QuantizedNetwork(nn.Module):
             self._seen = marks
 
     @torch.no_grad()
-    def _execute(self) -> None:
-        """Put what the plan says at the current widths into the modules."""
-        parts = executors(self.body)
+    def _execute(self, widths: Widths | None = None) -> None:
+        """Put what the plan says at the current widths, or at others, into the modules."""
+        parts = self._parts
         if self.training:
             self._seen, self._rounded = None, False  # weights change with every step, and are rounded as they are then
-        found = self._numbers()
+        found = self._numbers(widths)
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         for name, module in parts.items():
             if isinstance(module, Activation):
@@ -184,13 +192,13 @@ class QuantizedNetwork(nn.Module):
 
     def _marks(self) -> Tensor:
         """Return a number for each weight and bias that changes with its content, however that was changed."""
-        masters = [m.master for m in executors(self.body).values() if not isinstance(m, Activation)]
+        masters = [m.master for m in self._parts.values() if not isinstance(m, Activation)]
         return torch.stack([_mark(m.detach()) for m in masters]) if masters else torch.zeros(0, dtype=torch.int64)
 
     def _forget(self) -> None:
         self._kept.clear()
         self._seen, self._rounded = None, False
-        for module in executors(self.body).values():
+        for module in self._parts.values():
             if not isinstance(module, Activation):
                 module.value = None
 
@@ -255,18 +263,18 @@ class _Arrays(dict[str, nn.Parameter]):
         return to_numpy(super().__getitem__(name)).astype(np.float32, copy=False)
 
 
-COLUMNS = 2**12
+COLUMNS = 4093
+"""A prime, so that channels that change places change columns."""
 
 
 def _mark(x: Tensor) -> Tensor:
-    """Return a number that changes with the content of a tensor: weighted sums of its bits along rows and columns."""
+    """Return a number that changes with the content of a tensor: a weighted sum of its bits, column by column."""
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     flat = x.contiguous().view(kinds[x.element_size()]).reshape(-1)
     size = flat.element_size()
     if flat.numel() and flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
         flat = flat.view(torch.int64)  # several entries at a time
     whole = flat.numel() // COLUMNS * COLUMNS
-    table, rest = flat[:whole].view(-1, COLUMNS), flat[whole:].to(torch.int64)
-    down, across = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)
-    odd = [torch.arange(1, 2 * len(v) + 1, 2, device=x.device) for v in (down, across, rest)]
-    return (down * odd[0]).sum() + 3 * (across * odd[1]).sum() + 7 * (rest * odd[2]).sum()
+    down, rest = flat[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64), flat[whole:].to(torch.int64)
+    odd = torch.arange(1, 2 * COLUMNS + 1, 2, device=x.device)
+    return (down * odd).sum() + 7 * (rest * odd[: len(rest)]).sum()

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
-from anybit.artifact.reconstruct import feeds_of
-from anybit.artifact.widen import SEEN, remembered, widened
+from anybit.artifact.adopt import given_intervals
 from anybit.errors import CaptureError, SpecError
 from anybit.graph.from_torch import FRESH, attribute, read_torch, value_name
 from anybit.graph.view import Graph
-from anybit.plan.build import Built, Interval, Settings, build, check_ranges, joined, with_inputs
-from anybit.plan.observe import Calibration
+from anybit.plan.build import Built, Interval, Settings, build, check_ranges, joined, unknown, with_inputs
+from anybit.plan.observe import MADE_UP, Calibration
 from anybit.plan.points import Activation as ActivationPoint
 from anybit.plan.points import Plan
 from anybit.simulate.capture import Example, call_arguments, capture, evaluating, moved_to
+from anybit.simulate.few_runs import Call, calls_of, made_up_calls, with_more_bits
 from anybit.simulate.modules import Activation, Bias, Weight, executors
 from anybit.simulate.network import QuantizedNetwork
 from anybit.simulate.signature import output_names, signature
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 """Largest difference, relative to the largest output, that folding may make at full precision."""
+
+REAL_INPUTS = "calibration=loader (--calibrate 256 in a shell), a few hundred inputs will do"
 
 
 def prepare(
@@ -50,7 +52,8 @@ def prepare(
             matter; the first dimension is the batch, and other sizes stay free where the network allows it.
         preset: What the settings below are unless you give them: "default" is what does best on real networks, "paper"
             the protocol of the paper (one symmetric grid per tensor, 6 standard deviations, every layer alike).
-        calibration: A loader whose batches set the activation ranges. Without it they come from normalization layers.
+        calibration: A loader whose batches set the activation ranges. Without it they come from normalization layers
+            and, where those tell nothing, from made-up inputs like the example, which a warning and the plan say.
         method: How calibration sets a range: "mse" (the smallest squared error, for each width its own range; the
             default), "min-max" (the paper), or "percentile" (99.99 % of the values).
         input_range: The interval of the network's input, which is then quantized to 8 bits (or more, with wider
@@ -61,9 +64,9 @@ def prepare(
         sigmas: How many standard deviations around the mean a range from batch norm covers: 6 in the paper; by default
             for each width as many as give the smallest expected error.
         sensitive: How the first and last layers, depthwise ones and those of squeeze-and-excite are treated: at 8 bits
-            or more ("8-bit", the default), like the rest ("same", the paper), or never quantized ("float"). "measured"
+            or more ("8-bit"), like the rest ("same", the paper), or never quantized ("float"). "measured", the default,
             is "8-bit" and, with calibration, more bits for the points that cost the outputs most: 16 at W8A8, 8 for
-            weights of 4, for at most a tenth of the multiplications.
+            weights of 4, for at most a tenth of the multiplications; the plan says which.
         helpers: What to do for accuracy without data, one or several of: "equalize" (move scale from channel to
             channel between layers; the function stays the same), "bias" (take back the shift that rounding causes in
             each layer's mean), "sums" (round so that the errors of each kernel and channel add up to nearly zero),
@@ -71,7 +74,7 @@ def prepare(
 
     Raises:
         CaptureError: The network cannot be captured; the message names the modules and the reasons.
-        RangeError: Some points are reached by no normalization and there is no calibration data.
+        RangeError: With `preset="paper"`: no normalization reaches some points, and there is no calibration data.
     """
     settings = Settings.of(
         preset, method=method, symmetric=symmetric, per_channel=per_channel, sigmas=sigmas, sensitive=sensitive,
@@ -87,16 +90,31 @@ def prepare(
     network.folded = {layer.inputs[1]: norm.path for norm, layer in graph.removed}
     _check_same(model, network, example_input)
     plan = with_inputs(built.plan, input_range)
-    some: list[Any] = []
+    some: list[Call] = []
     if calibration is not None:
-        shown = remembered(calibration, some) if settings.sensitive == "measured" else calibration
-        plan = _calibrated(network, Calibration(plan, settings.method), shown)
-    check_ranges(plan, advice="pass calibration=loader, a few hundred inputs will do")
+        total = len(calibration) if isinstance(calibration, Sized) else 0
+        plan = _calibrated(network, Calibration(plan, settings.method), calls_of(calibration, network, some), total)
+    elif preset != "paper" and unknown(plan):
+        plan = _guessed(network, plan, settings.method, call_arguments(example_input))
+    check_ranges(plan, advice=f"pass {REAL_INPUTS}")
     network.plan = joined(plan, built.joined)
     if some and settings.sensitive == "measured":
-        master = network.as_master()
-        network.plan = widened(master, built.joined, list(islice(feeds_of(master, some, 1), SEEN)))
+        network.plan = with_more_bits(network, graph, built.joined, some)
     return network
+
+
+def _guessed(network: QuantizedNetwork, plan: Plan, method: str, example: Call) -> Plan:
+    """Return the plan with ranges from calls that are made up, where nothing else tells them, and say so."""
+    calls = list(made_up_calls(network.body, example, given_intervals(plan)))
+    found = _calibrated(network, Calibration(plan, method, made_up=True), calls, len(calls))
+    guesses = [a.name for a in found.activations if a.ranges and a.ranges[0][1].source == MADE_UP]
+    more = len(guesses) - 1
+    warnings.warn(
+        f"no normalization tells the range of {guesses[0]}{f' and {more} more' if more else ''}: guessed from made-up "
+        f"inputs; to be sure pass {REAL_INPUTS}",
+        stacklevel=3,
+    )
+    return found
 
 
 def _beside_outputs(plan: Plan, body: fx.GraphModule) -> Plan:
@@ -208,11 +226,8 @@ def _detach(body: fx.GraphModule) -> None:
 
 
 @torch.no_grad()
-def _calibrated(network: QuantizedNetwork, watch: Calibration, loader: Iterable[Any]) -> Any:
-    """Run the loader through the network and return its plan with the ranges that were found.
-
-    The loader yields inputs, or pairs of inputs and targets; inputs are a tensor, a tuple of them, or a dict by name.
-    """
+def _calibrated(network: QuantizedNetwork, watch: Calibration, calls: Iterable[Call], total: int) -> Plan:
+    """Call the network and return its plan with the ranges that were found."""
     from anybit.common.bars import progress_bars
 
     watched = [m for n, m in executors(network.body).items() if n in watch.observers]
@@ -221,9 +236,8 @@ def _calibrated(network: QuantizedNetwork, watch: Calibration, loader: Iterable[
         module.calibration = watch
     try:
         with progress_bars() as start:
-            advance = start("calibrating", len(loader) if isinstance(loader, Sized) else 0)
-            for batch in loader:
-                args, kwargs = call_arguments(batch[0] if isinstance(batch, tuple | list) else batch)
+            advance = start("calibrating", total)
+            for args, kwargs in calls:
                 network(*moved_to(device, args), **moved_to(device, kwargs))
                 advance(1)
     finally:

@@ -16,7 +16,7 @@ from anybit.artifact.feeding import Preprocessing
 from anybit.common.named import by_name, is_code
 from anybit.common.text import first_line
 from anybit.data import Batches, Dataset, Given, load_dataset
-from anybit.errors import CheckpointError, DataError, RangeError, SpecError
+from anybit.errors import CheckpointError, DataError, SpecError
 from anybit.evaluate.batches import Takes
 from anybit.evaluate.metric import Function, Metric, metric_of
 from anybit.models import MODELS
@@ -64,11 +64,7 @@ class Task:
             settings: Of `anybit.prepare`.
         """
         loader = None if calibrate is None else self.calibration(calibrate)
-        try:
-            return prepared(self.model, self.data, calibration=loader, **settings).to(self.device)
-        except RangeError as error:
-            text = str(error).replace("pass calibration=loader, a few hundred inputs will do", "say --calibrate 256")
-            raise RangeError(text) from error
+        return prepared(self.model, self.data, calibration=loader, **settings).to(self.device)
 
     def calibration(self, word: str) -> Iterable[Any]:
         """Return the inputs that `--calibrate` names."""
