@@ -31,6 +31,7 @@ def read_plain(path: Path) -> onnx.ModelProto:
 def read_model_file(path: Path) -> OnnxModel:
     """Read somebody's ONNX model and bring it into the form that a master has."""
     size = protobuf_scan.size_of(path, what="an ONNX model")
+    _check_kind(path)
     model = OnnxModel(onnx.ModelProto())
     with explaining(FileError, f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators"):
         with path.open("rb") as file:
@@ -50,6 +51,26 @@ def read_model_file(path: Path) -> OnnxModel:
     del proto.metadata_props[:]
     check_model(model, {}, where=str(path))
     return model
+
+
+KINDS = (
+    (4, b"ORTM", "a model in ONNX Runtime's own format; adopt the .onnx file that it was made of"),
+    (4, b"TFL3", "a TensorFlow Lite model; convert it to ONNX first"),
+    (0, b"PK\x03\x04", "a zip archive, as PyTorch and Keras write them; export the model to ONNX first"),
+    (0, b"\x89HDF", "an HDF5 file, as Keras writes it; convert the model to ONNX first"),
+    (0, b"version https://git-lfs", "only a pointer of Git LFS; fetch the file itself with git lfs pull"),
+    (0, b"<", "a web page or XML, no model; download the file itself"),
+)
+"""What people have instead of an ONNX file: where in it, which bytes, and what to do."""
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse what is another kind of file by its name."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    for start, sign, what in KINDS:
+        if head[start:].startswith(sign):
+            raise FileError(f"{path}: is {what}")
 
 
 def _as_it_is(model: OnnxModel) -> bool:
