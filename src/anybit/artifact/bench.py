@@ -27,6 +27,8 @@ from anybit.spec import Bits
 
 Array = npt.NDArray[Any]
 
+LONGEST = 30.0
+"""How many seconds a batch may take that is timed beside single inputs."""
 WORTH_A_BIT = 1.1
 """How many times as fast 7-bit weights must be to be proposed in place of 8-bit ones."""
 
@@ -112,7 +114,14 @@ def bench(
 
 
 def _batched(session: Session, one: Mapping[str, Array], batch: int) -> dict[int, dict[str, Array]]:
-    """Return a batch of the same input, if the network takes one."""
+    """Return a batch of the same input, if the network takes one and is not so slow that nobody would wait for it."""
+    seconds = []
+    for _ in range(2):  # the first run of a session may take longer
+        begin = time.perf_counter()
+        session.run(one)
+        seconds.append(time.perf_counter() - begin)
+    if min(seconds) * batch > LONGEST:
+        return {}
     free = {value.name for value in session.takes if value.shape and not value.shape[0]}
     many = {name: np.concatenate([x] * batch) if name in free else x for name, x in one.items()}
     try:
