@@ -19,6 +19,7 @@ from anybit.plan.observe import MADE_UP, Calibration
 from anybit.plan.points import Activation as ActivationPoint
 from anybit.plan.points import Plan
 from anybit.simulate.capture import Example, call_arguments, capture, evaluating, moved_to
+from anybit.simulate.constants import fold_constants
 from anybit.simulate.few_runs import Call, calls_of, made_up_calls, with_more_bits
 from anybit.simulate.modules import Activation, Bias, Weight, executors
 from anybit.simulate.network import QuantizedNetwork
@@ -81,6 +82,7 @@ def prepare(
         helpers=helpers,
     )  # fmt: skip
     body = capture(model, example_input)
+    fold_constants(body)
     graph = read_torch(body)
     built = build(graph, settings)
     built = replace(built, plan=_beside_outputs(built.plan, body))
