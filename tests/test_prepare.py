@@ -285,3 +285,12 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         model.a.weight[0, 0] = float("nan")
     with pytest.raises(AnybitError, match=r"a\.weight has infinite or NaN"):
         anybit.prepare(model, torch.randn(2, 4), calibration=[torch.randn(4, 4)], preset="paper")
+
+
+def test_outputs_that_are_next_to_nothing_are_no_reason_to_refuse() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)).eval()
+    with torch.no_grad():
+        model[1].weight *= 1e-43  # folded, it has few digits left
+        model[4].bias.zero_()
+    assert anybit.prepare(model, torch.randn(2, 1, 8, 8)).plan.weights
