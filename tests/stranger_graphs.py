@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 from stranger_builder import Cases, Net
 from stranger_layers import LAYERS
 from stranger_loops import LOOPS
+from stranger_sound import SOUND
 
 CASES = Cases()
 
@@ -102,7 +103,7 @@ def _version(opset: int, ir: int) -> None:
     CASES.add(f"operators of version {opset}", opset=opset, ir=ir)(written)
 
 
-for _opset, _ir in ((7, 3), (9, 4), (11, 6), (13, 7), (15, 8), (17, 8), (19, 9), (21, 10)):
+for _opset, _ir in ((7, 3), (9, 4), (11, 6), (13, 7), (15, 8), (17, 8), (19, 9), (21, 10), (23, 11)):
     _version(_opset, _ir)
 
 
@@ -247,5 +248,44 @@ def no_weight(net: Net) -> None:
     net.output(net.node("MatMul", left, right))
 
 
+@CASES.add("operators that came later: RMSNormalization, Attention, Swish", opset=24, ir=11)
+def later_operators(net: Net) -> None:
+    x = net.node("RMSNormalization", net.dense(net.x(2, 4, 16), 16, 16), net.hold(np.ones(16, np.float32)))
+    query, key, value = (net.dense(x, 16, 16) for _ in range(3))
+    y = net.node("Attention", query, key, value, q_num_heads=2, kv_num_heads=2)
+    net.output(net.dense(net.node("Swish", net.dense(y, 16, 16)), 16, 5))
+
+
+@CASES.add("a classifier as scikit-learn writes it: scores as a list of dictionaries", opset=17)
+def scores_by_class(net: Net) -> None:
+    x = net.x(4, 10)
+    y = net.node("Relu", net.node("Add", net.dense(x, 10, 32), net.weight(1, 32)))
+    scores = net.node("Softmax", net.dense(y, 32, 3), axis=1)
+    net.output(net.node("ArgMax", scores, axis=1, keepdims=0), None, TensorProto.INT64)
+    zipped = net.node("ZipMap", scores, domain="ai.onnx.ml", classlabels_int64s=[0, 1, 2])
+    kind = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    net.outputs.append(helper.make_value_info(zipped, helper.make_sequence_type_proto(kind)))
+
+
+@CASES.add("trees, which have nothing to quantize", expect="nothing")
+def trees(net: Net) -> None:
+    nodes = {"nodes_treeids": [0, 0, 0], "nodes_nodeids": [0, 1, 2], "nodes_featureids": [0, 0, 0]}
+    nodes |= {"nodes_modes": ["BRANCH_LEQ", "LEAF", "LEAF"], "nodes_values": [0.5, 0.0, 0.0]}
+    nodes |= {"nodes_truenodeids": [1, 0, 0], "nodes_falsenodeids": [2, 0, 0], "n_targets": 1}
+    leaves = {"target_treeids": [0, 0], "target_nodeids": [1, 2], "target_ids": [0, 0], "target_weights": [1.0, 2.0]}
+    net.output(net.node("TreeEnsembleRegressor", net.x(4, 3), domain="ai.onnx.ml", **nodes, **leaves))
+
+
+@CASES.add("names that others begin with, as older PyTorch writes them: result and result.1")
+def names_with_dots(net: Net) -> None:
+    y = net.node("Relu", net.conv(net.x(2, 3, 8, 8), 3, 8), out=["result"])
+    for i in range(1, 4):
+        y = net.node("Relu", net.conv(y, 8, 8), out=[f"result.{i}"])
+    y = net.node("Sigmoid", net.conv(y, 8, 8), out=["result.exact"])
+    net.head(net.node("Add", y, net.hold(net.draw(1, 8, 1, 1), "result.scale")), 8)
+    net.output(net.node("Tanh", "result.1", out=["result.zero"]))
+
+
 CASES.update(LAYERS)
 CASES.update(LOOPS)
+CASES.update(SOUND)

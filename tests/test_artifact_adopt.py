@@ -12,7 +12,7 @@ from test_artifact_small import MODEL
 
 from anybit.artifact.adopt import adopt
 from anybit.artifact.master import open_master
-from anybit.artifact.plain import read_plain
+from anybit.artifact.plain import KINDS, read_plain
 from anybit.artifact.runtime import onnxruntime
 from anybit.artifact.session import load
 from anybit.errors import DataError, FileError, SpecError
@@ -125,6 +125,13 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         adopt(plain(tmp_path, MODEL), tmp_path / "m.onnx", calibration=[])
     with pytest.raises(DataError, match="cannot be run"):
         adopt(plain(tmp_path, MODEL), tmp_path / "m.onnx", calibration=[{"x": X[..., :3]}])
+
+
+@pytest.mark.parametrize(("start", "sign", "what"), KINDS)
+def test_other_files_are_called_by_their_name(start: int, sign: bytes, what: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"\x18\0\0\0"[:start] + sign + bytes(100))
+    with pytest.raises(FileError, match=f"bad.onnx: is {what}"):
+        adopt(tmp_path / "bad.onnx", tmp_path / "m.onnx")
 
 
 def test_data_in_other_files_is_read_inside_the_folder_and_nowhere_else(tmp_path: Path) -> None:

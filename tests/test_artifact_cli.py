@@ -216,6 +216,15 @@ def test_watch_looks_as_often_as_asked(master: Path) -> None:
 # Measuring
 
 
+@pytest.mark.parametrize(("longest", "batch"), [(30.0, 32), (0.0, 1)])
+def test_bench_times_no_batch_that_takes_too_long(
+    longest: float, batch: int, master: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anybit.artifact.bench.LONGEST", longest)
+    (gain,) = measure_gains(load(master, threads=1), [Bits()], rounds=1)
+    assert gain.batch == batch
+
+
 def test_bench_measures_every_width(master: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(100, 1, 6, 6)).astype(np.float32)

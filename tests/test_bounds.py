@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from anybit.artifact.bounds import MOST_GROWTH, check_sizes
 from anybit.artifact.check import MOST_NODES
+from anybit.artifact.plain import read_plain
 from anybit.artifact.runtime import MEMORY_SETTING as SETTING
 from anybit.artifact.runtime import memory_limit
 from anybit.errors import FileError, SpecError
@@ -90,6 +92,42 @@ def test_a_size_that_nobody_can_find_out_is_refused() -> None:
         check([*nodes, *end, node("Add", ["x", "f"], ["y"])], constants, [2])
 
 
+LARGE: dict[str, list[NodeProto]] = {
+    "Add": [node("Add", ["column", "row"], ["big"])],
+    "Where": [node("Where", ["yes", "column", "row"], ["big"])],
+    "ConstantOfShape": [node("ConstantOfShape", ["sizes"], ["big"])],
+    "Expand": [node("Expand", ["row", "sizes"], ["big"])],
+    "Tile": [node("Tile", ["row", "times"], ["big"])],
+    "Range": [node("Range", ["start", "end", "step"], ["big"])],
+    "Gather": [node("Gather", ["row", "zeros"], ["big"])],
+    "MatMul": [node("MatMul", ["column", "row"], ["big"])],
+    "Concat": [
+        node("Concat", ["row"] * 100, ["c"], axis=0),
+        node("Concat", ["c"] * 100, ["big"], axis=0),
+    ],
+}
+
+
+@pytest.mark.parametrize("way", LARGE)
+def test_constants_are_not_computed_to_find_out_that_they_are_too_large(way: str, tmp_path: Path) -> None:
+    ends = {"start": np.float32(0), "end": np.float32(1e8), "step": np.float32(1)}
+    constants = {"column": np.ones((10_000, 1), np.float32), "row": np.ones((1, 10_000), np.float32), **ends}
+    constants |= {"yes": np.ones((1, 1), bool), "sizes": np.int64([10_000, 10_000]), "times": np.int64([10_000, 1])}
+    constants |= {"zeros": np.zeros(10_000, np.int64), "w": np.eye(4, dtype=np.float32)}
+    end = [node("ReduceSum", ["big"], ["s"]), node("MatMul", ["x", "w"], ["a"]), node("Add", ["a", "s"], ["y"])]
+    nodes = [*LARGE[way], *end]
+    used = {name for n in nodes for name in n.input}
+    path = tmp_path / "large.onnx"
+    onnx.save(model(nodes, {name: value for name, value in constants.items() if name in used}, [2, 4]), path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FileError, match="computed from constants alone"):
+            read_plain(path)
+        assert tracemalloc.get_traced_memory()[1] < 1e8
+    finally:
+        tracemalloc.stop()
+
+
 HONEST: dict[str, Callable[[], tuple[list[NodeProto], dict[str, Any], list[Any]]]] = {
     "a reshape by the batch": lambda: (
         [
@@ -153,6 +191,7 @@ import sys
 from pathlib import Path
 import numpy as np, onnx
 from anybit.artifact.check import MOST_NODES
+from anybit.artifact.plain import read_plain
 from anybit.artifact.model import OnnxModel
 from anybit.artifact.runtime import compile_model, memory_advice
 

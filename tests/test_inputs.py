@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import helper
 
 from anybit.artifact.feeding import PRESETS, Preprocessing
-from anybit.artifact.inputs import Input, converted, evenly, examples, read_feeds
+from anybit.artifact.inputs import Input, converted, evenly, examples, inputs_of, read_feeds
 from anybit.errors import AnybitError, DataError
 
 FLOAT, INT32, INT64 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.int64)
@@ -51,6 +52,16 @@ def test_the_first_dimension_counts_examples(
     got = [read() for _, read in examples(array, Input("x", FLOAT, shape), "a.npy")]
     assert (len(got), {x.shape for x in got}) == (count, {each})
     assert np.array_equal(np.concatenate([x.ravel() for x in got]), array.ravel())
+
+
+@pytest.mark.parametrize(("first", "count"), [("seq_len", 1), ("num_frames", 1), ("batch_size", 7), ("N", 7)])
+def test_a_sequence_is_one_example(first: str, count: int) -> None:
+    """Windows of one sound, say, with a state that goes on from one to the next."""
+    x, h = (helper.make_tensor_value_info(n, 1, shape) for n, shape in (("x", [first, 5]), ("h", [1, 1, 3])))
+    windows, state = inputs_of(helper.make_graph([], "g", [x, h], []))
+    assert len(examples(np.zeros((7, 5)), windows, "a.npy")) == count
+    assert len(examples(np.zeros((2, 7, 5)), windows, "a.npy")) == 2
+    assert len(examples(np.zeros((1, 1, 3)), state, "a.npy")) == 1
 
 
 @pytest.mark.parametrize(("shape", "found"), [((0, 5), (7, 4)), ((4, 5), (6, 5)), ((0, 5), (0, 5)), ((0, 5), ())])

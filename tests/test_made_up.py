@@ -50,3 +50,10 @@ def test_sound_falls_silent_and_is_loud_elsewhere() -> None:
     parts = [np.sqrt(np.square(wave.reshape(-1, 256)).mean(1)) for wave in waves]
     assert min(float(part.min()) for part in parts) < 1e-3
     assert max(float(part.max()) for part in parts) > 0.05
+
+
+def test_what_another_network_made_is_no_sound() -> None:
+    """A decoder: sound would leave most of the interval empty, and what it really gets fills it."""
+    inputs = {"encoder_outputs": ("float", [1, "length", 256]), "hidden": ("float", [1, 1, 256])}
+    feed = made(Engine(letter=("int32", [1, 1]), **inputs))
+    assert all(np.ptp(np.quantile(feed[name], (0.01, 0.99))) > 0.5 for name in inputs)

@@ -312,6 +312,9 @@ def test_bench_says_what_is_fastest_and_what_it_costs() -> None:
     assert text.startswith("W8A8 is fastest here: 2000.00 ms, 2.00 times as fast as floating point (1.75 to 2.25)")
     assert text.endswith("98.5% of its decisions are those of floating point.")
     assert "10.0% away" in verdict([fp, gain(8, 8, 2.0, losses=(Loss("y", 9, None, 0.1),))])
+    both = (Loss("features", 9, None, 0.5), Loss("lengths", 9, 1.0, None))
+    assert "100.0% of its decisions" in (text := verdict([fp, gain(8, 8, 2.0, losses=both)]))
+    assert "50.0% away" in text, "a length that is right says nothing about what is that long"
     assert "--input" in verdict([fp, gain(8, 8, 2.0)])
     assert verdict([fp, gain(8, 8, 5.0)]) == "FP is fastest here: 4000.00 ms."
     assert "Take 7 bits" not in verdict([fp, gain(8, 8, 2.0), gain(7, 8, 1.95)])

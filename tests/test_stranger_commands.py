@@ -264,7 +264,7 @@ def test_pictures_are_fed_the_same_way_by_all(tmp_path: Path) -> None:
     assert said.startswith("FP ")
     assert np.array_equal(np.load(tmp_path / "0000.npy"), want)
     shown = make_app(tmp_path / "m.onnx").model.predict((tmp_path / "a.png").read_bytes(), Bits())
-    (answer,) = answers({session.outputs[0]: want}, set())
+    (answer,) = answers({session.outputs[0]: want})
     assert shown["outputs"] == [str(answer)]
     assert shown["size"] == (16, 16)
 

@@ -61,6 +61,13 @@ def test_what_costs_most_gets_more_bits_and_the_error_falls(tmp_path: Path) -> N
         assert error(wide, feeds, **bits) < error(same, feeds, **bits)
 
 
+def test_a_network_too_large_for_a_few_runs_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, feeds = bottleneck(tmp_path)
+    monkeypatch.setattr("anybit.plan.widen.MOST_WORK", 50_000)
+    monkeypatch.setattr("anybit.artifact.widen.outputs_at", None)  # nothing is run
+    assert measured(anybit.adopt(plain, tmp_path / "large.onnx", calibration=feeds)) == []
+
+
 def test_the_same_points_every_time_and_none_for_the_paper(tmp_path: Path) -> None:
     plain, feeds = bottleneck(tmp_path)
     for inputs in (feeds, None):  # made-up inputs tell it too

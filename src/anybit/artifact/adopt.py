@@ -28,6 +28,7 @@ from anybit.artifact.plain import read_model_file
 from anybit.artifact.runtime import TYPES, compile_model, run_in_time, time_limit
 from anybit.artifact.widen import remembered, widened
 from anybit.common.provenance import origin
+from anybit.common.text import printable
 from anybit.errors import DataError, FileError, SpecError
 from anybit.graph.from_onnx import read_onnx
 from anybit.graph.view import Graph
@@ -95,7 +96,7 @@ def adopt(
         plan = widened(apart(model, plan, Path(path)), together, some)
     found = coverage(model, plan, some[0] if some else None, where=str(path))
     if not found.weights:
-        raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan)}; nothing was written")
+        raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan, model)}; nothing was written")
     known = {"adopted_from": Path(path).name, "origin": origin(), "quantized": found.to_dict()}
     if some and calibration is not None:
         known["shapes"] = {name: list(np.shape(x)) for name, x in some[0].items()}
@@ -123,7 +124,7 @@ def plan_for(
     apply_changes(model, graph, built)
     plan = with_inputs(built.plan, input_range)
     if not plan.weights:
-        raise FileError(f"{where}: has no weight that could be quantized; {_why_none(plan)}")
+        raise FileError(f"{where}: has no weight that could be quantized; {_why_none(plan, model)}")
     if calibration is not None:
         plan = _calibrated(model, Calibration(plan, settings.method), calibration, some, where=where)
     else:
@@ -134,11 +135,13 @@ def plan_for(
     return joined(plan, built.joined), built.joined
 
 
-def _why_none(plan: Plan) -> str:
+def _why_none(plan: Plan, model: OnnxModel) -> str:
     """Say what kept a file from having a single point."""
     if plan.left:
         return f"{plan.left[0].name} and {len(plan.left) - 1} more are operators that are not known here"
-    return "convolutions, matrix products and recurrent cells with stored weights are"
+    kinds = dict.fromkeys(printable(node.op_type, 40) for node in model.graph.node if node.op_type != "Identity")
+    most = ", ".join([*kinds][:4]) + (" and others" if len(kinds) > 4 else "")
+    return f"convolutions, matrix products and recurrent cells with stored weights can be, and it has {most}"
 
 
 def _fed_intervals(model: OnnxModel, how: Preprocessing) -> dict[str, Interval]:

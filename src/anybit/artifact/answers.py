@@ -81,11 +81,22 @@ def _are_shares(array: Array) -> bool:
     return float(np.abs(shares.sum(-1, dtype=np.float64) - 1).max()) < 1e-3
 
 
-def answers(outputs: Mapping[str, Array], scores: set[str]) -> list[Answer]:
-    """Describe the outputs of one input; a best class is only told of what is one row of scores."""
-    found = []
+def answers(outputs: Mapping[str, Array], labels: int = 0) -> list[Answer]:
+    """Describe the outputs of one input; a best class is only told of what is one row of scores.
+
+    Without labels it is told only if no other output holds numbers that are no scores: what a decoder looks at most
+    is no class.
+
+    >>> both = {"letters": np.array([[-3.0, 2.0, 9.0]]), "looked_at": np.array([[0.25, 0.75]])}
+    >>> [answer.best for answer in answers(both)], [answer.best for answer in answers(both, labels=3)]
+    ([None, None], [2, None])
+    """
+    scores, found = scores_of(outputs, labels), []
+    named = {name for name in scores if outputs[name].shape[-1] == labels}
+    mixed = any(array.dtype.kind == "f" and name not in scores for name, array in outputs.items())
     for name, array in outputs.items():
-        best = int(array.argmax()) if name in scores and array.size == array.shape[-1] else None
+        told = name in named if named else not mixed
+        best = int(array.argmax()) if told and name in scores and array.size == array.shape[-1] else None
         low, high = (float(array.min()), float(array.max())) if array.size else (math.nan, math.nan)
         found.append(Answer(name, array.shape, low, high, best))
     return found

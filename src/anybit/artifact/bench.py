@@ -27,6 +27,8 @@ from anybit.spec import Bits
 
 Array = npt.NDArray[Any]
 
+LONGEST = 30.0
+"""How many seconds a batch may take that is timed beside single inputs."""
 WORTH_A_BIT = 1.1
 """How many times as fast 7-bit weights must be to be proposed in place of 8-bit ones."""
 
@@ -112,7 +114,14 @@ def bench(
 
 
 def _batched(session: Session, one: Mapping[str, Array], batch: int) -> dict[int, dict[str, Array]]:
-    """Return a batch of the same input, if the network takes one."""
+    """Return a batch of the same input, if the network takes one and is not so slow that nobody would wait for it."""
+    seconds = []
+    for _ in range(2):  # the first run of a session may take longer
+        begin = time.perf_counter()
+        session.run(one)
+        seconds.append(time.perf_counter() - begin)
+    if min(seconds) * batch > LONGEST:
+        return {}
     free = {value.name for value in session.takes if value.shape and not value.shape[0]}
     many = {name: np.concatenate([x] * batch) if name in free else x for name, x in one.items()}
     try:
@@ -178,9 +187,10 @@ def verdict(gains: Sequence[Gain]) -> str:
     same, error = worst(best.losses)
     if same is not None:
         text += f"; {100 * same:.1f}% of its decisions are those of floating point"
-    elif error is not None:
+        _, error = worst([loss for loss in best.losses if loss.same is None])  # of outputs that decide nothing
+    if error is not None:
         text += f"; its outputs are {100 * error:.1f}% away from those of floating point"
-    elif name != "FP":
+    elif same is None and name != "FP":
         text += "; what it costs is told with --input"
     return text + "." + _sevens(gains)
 

@@ -178,7 +178,7 @@ def _check_constants(graph: GraphProto, shapes: Mapping[str, Sizes], held: Mappi
     for node in graph.node:
         if not _is_fixed(node) or not all(name in sizes for name in node.input if name):
             continue
-        before = sum(sizes[name] or 0 for name in node.input if name)
+        before = sum(sizes[name] or 0 for name in {*node.input} - {""})  # each once, however often it is used
         for name in filter(None, node.output):
             found = shapes.get(name)
             sizes[name] = None if found is None or None in found else _entries(found)

@@ -25,6 +25,7 @@ from anybit.graph.onnx_nodes import attributes
 from anybit.graph.view import Graph, Node, origins
 from anybit.plan.points import Plan, Weight
 from anybit.plan.sites import PRODUCTS
+from anybit.plan.spectra import SPECTRUM
 from anybit.plan.widen import MEASURED, SUM, units_of
 from anybit.spec import FLOAT, NARROWEST
 
@@ -33,6 +34,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 FEW = 0.5
 """Below this part of the weights little is gained, and a warning says so."""
+
+
+REASONS = (MEASURED, SUM, SPECTRUM)
+"""Why activations keep more bits, where that is worth telling."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +127,8 @@ def _why(operators: Sequence[str]) -> str:
 
 def _is_quantized(graph: Graph, node: Node, plan: Plan) -> bool:
     """Tell whether both sides of a product are on grids; the network's input may stay as it comes."""
-    weights = {weight.place for weight in plan.weights}
-    ranged = {a.place for a in plan.activations if a.ranges} | set(graph.inputs)
+    weights = {weight.place for weight in plan.weights if weight.floor < FLOAT}
+    ranged = {a.place for a in plan.activations if a.ranges and a.floor < FLOAT} | set(graph.inputs)
     makers = graph.makers()
     operands = [*node.inputs[: 1 if node.weights else 2], *node.weights]
     sources = {source for operand in operands for source, _ in origins(graph, operand, None, makers)}
@@ -203,6 +208,8 @@ def summary(plan: Plan, found: Coverage) -> list[str]:
         lines.append("multiplications inside branches and loops are not counted, and there are no others")
     if found.weights < FEW:
         lines.append("warning: less than half of the weights are quantized, so little is gained")
+    elif counted is not None and counted < FEW:
+        lines.append("warning: less than half of the multiplications are quantized, so it hardly gets faster")
     lines += _ranges(plan)
     lines += [f"stays in floating point: {_percent(part)} of the weights, {why}" for why, part in found.floating[:4]]
     left = Counter(entry.reason for entry in plan.left)
@@ -212,7 +219,7 @@ def summary(plan: Plan, found: Coverage) -> list[str]:
 
 def _wide(plan: Plan, found: Coverage) -> list[str]:
     """Say which layers keep more bits than the others, and why."""
-    wide = [p for p in plan.points if (isinstance(p, Weight) and p.floor > NARROWEST) or p.because in (MEASURED, SUM)]
+    wide = [p for p in plan.points if (isinstance(p, Weight) and p.floor > NARROWEST) or p.because in REASONS]
     lines = []
     for floor, because in dict.fromkeys((point.floor, point.because) for point in wide):
         names = [point.name for point in wide if (point.floor, point.because) == (floor, because)]

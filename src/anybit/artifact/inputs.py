@@ -5,13 +5,15 @@
     file.py:examples        a function (or a list) that yields arrays, or dicts of arrays by name
     name=WHAT               any of these, or a number, for one of several inputs
 
-The first dimension of an array counts examples, which are fed one by one; an array with one dimension more than the
-input has holds whole inputs. Everything may come from strangers, but for functions, which are the user's own code.
+The first dimension of an array counts examples, which are fed one by one, unless the file calls it a sequence; an array
+with one dimension more than the input has holds whole inputs. Everything may come from strangers, but for functions,
+which are the user's own code.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -43,13 +45,15 @@ T = TypeVar("T")
 class Input:
     """An input of a network: its name, what kind of numbers it takes, and its shape, 0 where a size is free.
 
-    `usual` is the shape that the network was captured with, where that is known.
+    `usual` is the shape that the network was captured with, where that is known. A `row` is a sequence along its first
+    dimension, which then counts no examples.
     """
 
     name: str
     kind: np.dtype[Any] | None
     shape: tuple[int, ...] | None
     usual: tuple[int, ...] = ()
+    row: bool = False
 
     def settle(self, how: Preprocessing) -> Preprocessing:
         """Return how pictures are fed to this input; a size that neither says is that of the capture."""
@@ -74,9 +78,14 @@ def inputs_of(graph: onnx.GraphProto, plan: Plan | None = None) -> tuple[Input, 
             continue
         usual = tuple(size if isinstance(size, int) else 0 for size in captured.get(value.name, ()))
         usual = tuple(a or b for a, b in zip(shape or (), usual, strict=False))
-        found.append(Input(value.name, kind, shape, usual if len(usual) == len(shape or ()) else shape or ()))
+        usual = usual if len(usual) == len(shape or ()) else shape or ()
+        first = next(iter(tensor.shape.dim), None)
+        found.append(Input(value.name, kind, shape, usual, first is not None and bool(_ROW.search(first.dim_param))))
     return tuple(found)
 
+
+_ROW = re.compile("seq|length|time|frame|token", re.IGNORECASE)
+"""In the names of free sizes: what runs along a sequence."""
 
 _KINDS = {
     TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BOOL, TensorProto.INT8, TensorProto.INT16,
@@ -260,7 +269,7 @@ def examples(array: Array, value: Input, where: str) -> list[Read]:
     first = 0 if not value.shape else value.shape[0]
     if array.ndim == rank + 1:
         parts: list[Any] = [np.s_[i] for i in range(len(array))]
-    elif array.ndim == rank and rank > 0 and value.shape is not None and (rank > 1 or first):
+    elif array.ndim == rank and rank > 0 and value.shape is not None and (rank > 1 or first) and not value.row:
         step = max(1, first)
         parts = [np.s_[i : i + step] for i in range(0, len(array), step)]
     else:

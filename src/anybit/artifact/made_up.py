@@ -6,6 +6,7 @@ Ranges from such inputs are a guess, and say so. They are far better than none: 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
@@ -37,6 +38,9 @@ LARGEST = 2**20
 
 SAMPLES = 256
 """So many numbers in a row, in fewer than four dimensions, are taken for sound."""
+STATE = re.compile("hidden|state|cache|memory|embed", re.IGNORECASE)
+"""In the names of inputs: what another run or another network made, which may be as long but is no sound."""
+
 NUMBERS = (1, 16000)
 """What a lone whole number is tried as: a flag, or a sampling rate."""
 
@@ -137,13 +141,23 @@ def _feed(
             array = np.asarray(bound)
         elif _floats(value, whole):
             low, high = interval.get(value.name, (-1.0, 1.0))
-            array = low + (high - low) * drawn(shape, rng)
+            array = low + (high - low) * drawn(shape, rng, value.name)
         elif int(np.prod(shape)) <= 1:
             array = np.full(shape, max(lengths, default=1) if "len" in value.name.lower() else number)
         else:
             array = rng.integers(0, 2 if kind is np.bool_ else max(ids, 2), shape)
         feed[value.name] = np.asarray(array, kind)
     return feed
+
+
+def is_sound(name: str, shape: tuple[int, ...]) -> bool:
+    """Tell whether an input is taken for samples of sound: many in a row, in one channel or two, and no state.
+
+    >>> is_sound("audio", (1, 512)), is_sound("encoder_outputs", (1, 100, 512)), is_sound("decoder_hidden", (1, 1, 512))
+    (True, False, False)
+    """
+    channels = shape[1] if len(shape) == 3 else 1
+    return 0 < len(shape) < 4 and shape[-1] >= SAMPLES and channels <= 2 and not STATE.search(name)
 
 
 def _bound(name: str) -> float | None:
@@ -155,9 +169,9 @@ def _floats(value: Any, whole: Container[str]) -> bool:
     return bool(np.issubdtype(TYPES[value.type], np.floating)) and value.name not in whole
 
 
-def drawn(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """Return numbers from 0 to 1 that look like sound or like a picture, whichever the shape is taken for."""
-    return sound(shape, rng) if 0 < len(shape) < 4 and shape[-1] >= SAMPLES else picture(shape, rng)
+def drawn(shape: tuple[int, ...], rng: np.random.Generator, name: str = "") -> Array:
+    """Return numbers from 0 to 1 that look like sound or like a picture, whichever an input is taken for."""
+    return (sound if is_sound(name, shape) else picture)(shape, rng)
 
 
 def sound(shape: tuple[int, ...], rng: np.random.Generator) -> Array:

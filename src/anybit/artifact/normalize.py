@@ -1,7 +1,8 @@
 """Files as they are found in the wild, brought into one form before anything is decided about them.
 
 What ONNX Runtime overlooks is put right here: free sizes written as 0 or -1, nodes out of order, wrong shapes, half
-precision, weights inside of branches and loops. A file that is quantized already is refused.
+precision, weights inside of branches and loops, names that ours would clash with. A file that is quantized already is
+refused.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     kinds = {node.op_type for part in all_graphs(proto.graph) for node in part.node}
     if found := sorted(kinds & QUANTIZED):
         raise FileError(f"{where}: is quantized already (it has {found[0]}); adopt the file in floating point")
+    _as_tensors(proto.graph)
     used = {""}
     for part in all_graphs(proto.graph):
         del part.value_info[:]
@@ -51,6 +53,7 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     _sort(proto.graph)
     as_bytes(proto.graph)
     _widen(model)
+    _rename(proto.graph)
     _hoist(proto.graph)
 
 
@@ -71,6 +74,16 @@ def _free_sizes(graph: onnx.GraphProto) -> None:
     for value in graph.output:
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.ClearField("shape")
+
+
+def _as_tensors(graph: onnx.GraphProto) -> None:
+    """Let scores that are handed out as a list of dictionaries, class by class, be the tensor that they are made of."""
+    for node in graph.node:
+        if node.op_type == "ZipMap":
+            for value in graph.output:
+                if value.name == node.output[0]:
+                    value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, TensorProto.FLOAT, None))
+            node.CopyFrom(onnx.helper.make_node("Identity", node.input[:1], node.output[:1], name=node.name))
 
 
 def _sort(graph: onnx.GraphProto) -> None:
@@ -112,6 +125,35 @@ def _widen(model: OnnxModel) -> None:
                 if attribute.HasField("t") and attribute.t.data_type == half:
                     array = numpy_helper.to_array(attribute.t).astype(np.float32)
                     attribute.t.CopyFrom(numpy_helper.from_array(array, attribute.t.name))
+
+
+def _rename(graph: onnx.GraphProto) -> None:
+    """Let no name be another one with a dot and more behind it: what rounding adds is named after its value like that.
+
+    Older PyTorch writes `result` beside `result.3`. Inputs and outputs keep their names, which belong to the user.
+    """
+    parts = list(all_graphs(graph))
+    known = {name for part in parts for node in part.node for name in (*node.input, *node.output) if name}
+    fixed = {value.name for value in (*graph.input, *graph.output)}
+    known |= fixed | {tensor.name for part in parts for tensor in part.initializer}
+    new: dict[str, str] = {}
+    for name in sorted(known):
+        before = [name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in known]
+        for old in before if name in fixed else [name] * bool(before):
+            if old not in fixed | new.keys():
+                new[old] = _free_name(old.replace(".", "_"), known | set(new.values()))
+    for part in parts if new else ():
+        for thing in (*part.initializer, *part.input, *part.output):
+            thing.name = new.get(thing.name, thing.name)
+        for node in part.node:
+            for names in (node.input, node.output):
+                names[:] = [new.get(name, name) for name in names]
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    while any(other == name or other.startswith(f"{name}.") for other in taken):
+        name += "_"
+    return name
 
 
 def _hoist(graph: onnx.GraphProto) -> None:

@@ -9,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper, version_converter
+from onnx.inliner import inline_selected_functions
 
 from anybit.artifact import protobuf_scan
+from anybit.artifact.bounds import MOST_GROWTH
 from anybit.artifact.check import OLDEST, bytes_of, check_length, check_model, tensors_of
 from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, set_nodes, shaped
 from anybit.artifact.normalize import as_bytes, normalize
 from anybit.common.text import explaining
 from anybit.errors import FileError
-from anybit.graph.onnx_nodes import OPSET, computed, outlined
+from anybit.graph.onnx_nodes import OPSET, computed, entries_of, outlined
 
 Array = npt.NDArray[Any]
 
@@ -29,6 +31,7 @@ def read_plain(path: Path) -> onnx.ModelProto:
 def read_model_file(path: Path) -> OnnxModel:
     """Read somebody's ONNX model and bring it into the form that a master has."""
     size = protobuf_scan.size_of(path, what="an ONNX model")
+    _check_kind(path)
     model = OnnxModel(onnx.ModelProto())
     with explaining(FileError, f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators"):
         with path.open("rb") as file:
@@ -48,6 +51,26 @@ def read_model_file(path: Path) -> OnnxModel:
     del proto.metadata_props[:]
     check_model(model, {}, where=str(path))
     return model
+
+
+KINDS = (
+    (4, b"ORTM", "a model in ONNX Runtime's own format; adopt the .onnx file that it was made of"),
+    (4, b"TFL3", "a TensorFlow Lite model; convert it to ONNX first"),
+    (0, b"PK\x03\x04", "a zip archive, as PyTorch and Keras write them; export the model to ONNX first"),
+    (0, b"\x89HDF", "an HDF5 file, as Keras writes it; convert the model to ONNX first"),
+    (0, b"version https://git-lfs", "only a pointer of Git LFS; fetch the file itself with git lfs pull"),
+    (0, b"<", "a web page or XML, no model; download the file itself"),
+)
+"""What people have instead of an ONNX file: where in it, which bytes, and what to do."""
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse what is another kind of file by its name."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    for start, sign, what in KINDS:
+        if head[start:].startswith(sign):
+            raise FileError(f"{path}: is {what}")
 
 
 def _as_it_is(model: OnnxModel) -> bool:
@@ -87,9 +110,25 @@ def _converted(model: OnnxModel) -> OnnxModel:
             model.fill(tensor, model.array(tensor))
     rest, large = outlined(model.proto, lambda tensor: model.apart(tensor) is not None)
     rest.ir_version = 10  # before version 4 every initializer was an input too
+    rest = _without_later(rest)
     proto = version_converter.convert_version(rest, OPSET)
     proto.graph.initializer.extend(large)
     return OnnxModel(proto, model.arrays)
+
+
+def _without_later(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Spell out operators that came after this version, which the converter cannot do without."""
+    later = [node for node in model.graph.node if node.domain == "" and not onnx.defs.has(node.op_type, OPSET)]
+    if not later:
+        return model
+    version = next(o.version for o in model.opset_import if o.domain == "")
+    for node in later:  # ONNX leaves out what a node does not say
+        said = {attribute.name for attribute in node.attribute}
+        usual = onnx.defs.get_schema(node.op_type, version).attributes.values()
+        node.attribute.extend(a.default_value for a in usual if a.name not in said and a.default_value.name)
+    held = (helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in model.graph.initializer)
+    model.graph.value_info.extend(held)
+    return inline_selected_functions(model, [("", node.op_type) for node in later], inline_schema_functions=True)
 
 
 def _settle(model: OnnxModel) -> None:
@@ -101,7 +140,6 @@ def _settle(model: OnnxModel) -> None:
     for value in inputs:
         if value.type.tensor_type.elem_type == TensorProto.FLOAT:
             swap[value.name] = f"{value.name}.input"
-            swap[swap[value.name]] = f"{value.name}.input.inner"  # who has that name already, as masters do
             nodes.append(helper.make_node("Identity", [value.name], [swap[value.name]], name=f"{value.name}/Identity"))
     for node in graph.node:
         if node.op_type == "Constant" and (constant := _constant(node)) is not None:
@@ -156,7 +194,8 @@ FOLDED = {
     "Identity", "Transpose", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Neg", "Sqrt",
     "DequantizeLinear",
     "Shape", "Slice", "Gather", "Expand", "ConstantOfShape", "Add", "Sub", "Mul", "Div",
-    "Range", "Where", "Equal", "Tile",
+    "Range", "Where", "Equal", "Tile", "Pow", "Exp", "Log", "Sin", "Cos", "Abs", "Reciprocal", "Clip", "Floor", "Ceil",
+    "Min", "Max", "Less", "Greater", "Not", "Tanh", "Sigmoid", "Softmax", "MatMul", "Pad",
 }  # fmt: skip
 """Operators that are done once, now, where all that comes in is constant: weights are found behind them."""
 
@@ -165,14 +204,18 @@ def _fold_constants(model: OnnxModel) -> None:
     """Compute what depends on constants alone and stands between a stored tensor and its use."""
     held = {tensor.name: tensor for tensor in model.graph.initializer}
     outputs = {value.name for value in model.graph.output}
-    kept = []
+    kept, room = [], MOST_GROWTH
     for node in model.graph.node:
         names = [name for name in node.input if name]
         known = node.op_type in FOLDED and names and all(name in held for name in names)
-        if not known or len(node.output) != 1 or node.output[0] in outputs:
+        arrays = {name: model.array(held[name]) for name in names} if known else {}
+        known = known and len(node.output) == 1 and node.output[0] not in outputs
+        entries = entries_of(node, arrays) if known else None
+        room -= max(0, entries - sum(array.size for array in arrays.values())) if entries is not None else 0
+        if entries is None or room < 0:  # what is too large is refused by whoever looks at sizes
             kept.append(node)
             continue
-        value = computed(node, [model.array(held[name]) for name in names])
+        value = computed(node, arrays)
         tensor = model.tensor(np.ascontiguousarray(value), node.output[0])
         model.graph.initializer.append(tensor)
         held[tensor.name] = model.graph.initializer[-1]

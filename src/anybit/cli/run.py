@@ -70,10 +70,10 @@ def _tell(session: Session, label: str, feed: dict[str, Any], out: Path | None, 
     """Run one input, print what the network says, and write its outputs if asked."""
     import numpy as np
 
-    from anybit.artifact.answers import answers, outputs_of, scores_of
+    from anybit.artifact.answers import answers, outputs_of
 
     outputs, used = outputs_of(session, feed)
-    found = answers(outputs, scores_of(outputs, len(session.feeding.labels)))
+    found = answers(outputs, len(session.feeding.labels))
     written: dict[str, str] = {}
     if out is not None:
         for answer in found:

@@ -198,8 +198,9 @@ def _function(node: NodeProto, new: Node, graph: Graph) -> bool:
 
 def _entry_by_entry(node: NodeProto, settings: list[Array], x: Array) -> Array:
     """Return a function of each entry; where it has no value, that is zero."""
-    with np.errstate(all="ignore"):
-        return np.nan_to_num(computed(node, [x, *(array.astype(x.dtype) for array in settings)]))
+    names = [name for name in node.input if name]
+    values = [x, *(array.astype(x.dtype) for array in settings)]
+    return np.nan_to_num(computed(node, dict(zip(names, values, strict=True))))
 
 
 def _arithmetic(node: NodeProto, new: Node, graph: Graph) -> bool:

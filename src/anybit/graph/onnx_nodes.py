@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from anybit.graph.view import Array
 
@@ -55,14 +56,37 @@ def outlined(
     return out, large
 
 
-def computed(node: NodeProto, arrays: list[Array]) -> Array:
-    """Return what one operator makes of constants, which stand for the inputs that it has."""
+def computed(node: NodeProto, feed: Mapping[str, Array]) -> Array:
+    """Return what one operator makes of constants, by name."""
     from onnx.reference import ReferenceEvaluator
 
-    names = [name for name in node.input if name]
-    inputs = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
-              for n, a in zip(names, arrays, strict=True)]  # fmt: skip
-    graph = helper.make_graph([node], "constant", inputs, [helper.make_empty_tensor_value_info(node.output[0])])
-    alone = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
-    (value,) = ReferenceEvaluator(alone).run(None, dict(zip(names, arrays, strict=True)))
+    with np.errstate(all="ignore"):  # a quotient that is thrown away afterwards may be 0 / 0
+        (value,) = ReferenceEvaluator(_alone(node, feed)).run(None, dict(feed))
     return np.asarray(value)
+
+
+def entries_of(node: NodeProto, feed: Mapping[str, Array]) -> int | None:
+    """Return how many entries `computed` would return, without computing them, or None where that cannot be told.
+
+    >>> entries_of(helper.make_node("Add", ["a", "b"], ["c"]), {"a": np.ones((5, 1)), "b": np.ones((1, 7))})
+    35
+    """
+    model = _alone(node, feed)
+    model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in feed.items() if a.size <= _SHAPE)
+    try:
+        kind = onnx.shape_inference.infer_shapes(model).graph.output[0].type.tensor_type
+    except Exception:  # the C++ side raises what it likes
+        return None
+    sizes = [d.dim_value for d in kind.shape.dim if d.HasField("dim_value")]
+    return math.prod(sizes) if kind.HasField("shape") and len(sizes) == len(kind.shape.dim) else None
+
+
+_SHAPE = 64
+"""Arrays with so many entries may be shapes, counts or axes."""
+
+
+def _alone(node: NodeProto, feed: Mapping[str, Array]) -> onnx.ModelProto:
+    inputs = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+              for n, a in feed.items()]  # fmt: skip
+    graph = helper.make_graph([node], "constant", inputs, [helper.make_empty_tensor_value_info(node.output[0])])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)

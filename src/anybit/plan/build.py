@@ -18,6 +18,7 @@ from anybit.plan.moments import Moments, propagate
 from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS, SIGNAL
 from anybit.plan.points import FLOORS, Activation, Bias, Left, Plan, Weight
 from anybit.plan.sites import Sites, find_sites, sensitive, signals
+from anybit.plan.spectra import SPECTRUM, spectra
 from anybit.spec import FLOAT, NARROWEST, WIDEST, QuantSpec, Range
 
 HELPERS = ("equalize", "bias", "sums", "clip")
@@ -213,7 +214,8 @@ def _floors(graph: Graph, sites: Sites, settings: Settings) -> dict[str, tuple[i
         if all(node in layers for node in nodes)
     }
     wide, near = (max(floor, WIDEST), SIGNAL), signals(graph)
-    floors |= dict.fromkeys(near & {*sites.activations, *sites.accumulators}, wide)
+    values = {*sites.activations, *sites.accumulators}
+    floors |= dict.fromkeys(near & values, wide) | dict.fromkeys(spectra(graph) & values, (FLOAT, SPECTRUM))
     for node in graph.nodes:  # a cell adds up over time what rounding does to the weight that a signal meets first
         if node.kind == "recurrent" and node.inputs[0] in near:
             floors |= {

@@ -32,6 +32,10 @@ SEEN, MOST_INPUTS = 16, 4
 """From how many inputs those that are run are taken, and how many these are, at most."""
 WORK = 5e10
 """How many multiplications all runs may take together, if one input each is less: a minute or so."""
+MOST_WORK = 2e12
+"""How many one input each may take: where that is only a few runs, nothing is looked for."""
+FEWEST = 4
+"""With fewer looks at the outputs nothing is found."""
 FINE = 1e-4
 """A squared error of the outputs, relative to their spread, below which nothing is done."""
 COARSE = 1e-2
@@ -174,11 +178,12 @@ def widened(
         outputs: What the network makes of a few inputs; floors of the plan do not matter there.
     """
     sizes = {node.output: count for node, count in counts.items()}
-    most = SHARE * sum(sizes.values())
-    if not most:
+    total = sum(sizes.values())
+    most, tries = SHARE * total, min(TRIES, int(MOST_WORK / (len(STEPS) * max(1, total))))
+    if not total or tries < FEWEST:
         return plan
     units = [u for u in units_of(graph, plan, joined, counts) if sum(sizes[name] for name in u.products) <= most]
-    look = _Widening(plan, outputs, sizes)
+    look = _Widening(plan, outputs, sizes, tries)
     with contextlib.suppress(DataError):  # a network that does not run at some width keeps the plan that it has
         look.run(units)
     return look.plan
@@ -187,8 +192,8 @@ def widened(
 class _Widening:
     """A plan on its way to more bits."""
 
-    def __init__(self, plan: Plan, outputs: Outputs, sizes: Mapping[str, int]) -> None:
-        self.plan, self.outputs, self.sizes = plan, outputs, sizes
+    def __init__(self, plan: Plan, outputs: Outputs, sizes: Mapping[str, int], tries: int) -> None:
+        self.plan, self.outputs, self.sizes, self.tries = plan, outputs, sizes, tries
         self.plain = dict.fromkeys((point.name for point in plan.points), FLOAT)
         self.exact: list[Array] = []
         self.taken: set[str] = set()
@@ -205,7 +210,7 @@ class _Widening:
     def _start_over(self, plan: Plan, units: Sequence[Unit], bits: Bits) -> None:
         """Give all sums more bits first, which shows what else costs most, and keep that if the error is smaller."""
         sums = [Unit((p.name,), frozenset()) for p in plan.activations if p.kind == "accumulator" and p.ranges]
-        other = _Widening(with_floors(plan, sums, WIDEST, SUM), self.outputs, self.sizes)
+        other = _Widening(with_floors(plan, sums, WIDEST, SUM), self.outputs, self.sizes, self.tries)
         other.exact = self.exact
         for _ in range(ROUNDS):
             other._step(units, WIDEST, bits)
@@ -223,7 +228,7 @@ class _Widening:
             return sum(new / old for new, old in zip(self._errors(widths), before, strict=True) if old > 0)
 
         narrow = [unit for unit in units if any(widths[name] == bits.weights for name in unit.names)]
-        blamed = costs_most(narrow, lambda names: share(self.plain | {name: widths[name] for name in names}))
+        blamed = costs_most(narrow, lambda names: share(self.plain | {n: widths[n] for n in names}), self.tries)
         found = worth_it(blamed, self.sizes, self.taken)
         plan = with_floors(self.plan, found, floor)
         if found and share(plan.widths(bits)) < sum(old > 0 for old in before):

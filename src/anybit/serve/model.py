@@ -66,8 +66,7 @@ class LiveModel:
             self.session.set_bits(weights=bits.weights, activations=bits.activations)
             outputs, used = outputs_of(self.session, feed)
             seconds, runs = self.timed(feed)
-        scores = scores_of(outputs, len(self.labels.labels))
-        found = answers(outputs, scores)
+        found = answers(outputs, len(self.labels.labels))
         rows = [outputs[answer.name] for answer in found if answer.best is not None]
         said = {
             **pair(used),
