@@ -136,24 +136,23 @@ def _rename(graph: onnx.GraphProto) -> None:
     known = {name for part in parts for node in part.node for name in (*node.input, *node.output) if name}
     fixed = {value.name for value in (*graph.input, *graph.output)}
     known |= fixed | {tensor.name for part in parts for tensor in part.initializer}
+    lengths, taken = sorted({len(name) for name in known}), known | {name.partition(".")[0] for name in known}
     new: dict[str, str] = {}
     for name in sorted(known):
-        before = [name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in known]
-        for old in before if name in fixed else [name] * bool(before):
-            if old not in fixed | new.keys():
-                new[old] = _free_name(old.replace(".", "_"), known | set(new.values()))
+        dots = (i for i in lengths if i < len(name) and name[i] == ".") if "." in name else ()
+        before = (name[:i] for i in dots if name[:i] in known)
+        for old in before if name in fixed else [name] * any(before):
+            if old not in fixed and old not in new:
+                new[old] = old.replace(".", "_")
+                while new[old] in taken:
+                    new[old] += f"_{len(new)}"
+                taken.add(new[old])
     for part in parts if new else ():
         for thing in (*part.initializer, *part.input, *part.output):
             thing.name = new.get(thing.name, thing.name)
         for node in part.node:
             for names in (node.input, node.output):
                 names[:] = [new.get(name, name) for name in names]
-
-
-def _free_name(name: str, taken: set[str]) -> str:
-    while any(other == name or other.startswith(f"{name}.") for other in taken):
-        name += "_"
-    return name
 
 
 def _hoist(graph: onnx.GraphProto) -> None:

@@ -102,7 +102,7 @@ def _like(leaf: Any, holder: fx.Node, interval: Mapping[str, Interval], rng: np.
         return leaf
     if leaf.is_floating_point() and bool(leaf.isfinite().all()):  # else it is a mask
         low, high = interval.get(holder.name) or _between(leaf)
-        return torch.from_numpy(low + (high - low) * drawn(tuple(leaf.shape), rng)).to(leaf)
+        return torch.from_numpy(low + (high - low) * drawn(tuple(leaf.shape), rng, holder.name)).to(leaf)
     tables = [user.args[0] for user in holder.users if user.target is aten.embedding.default and user.args[1] is holder]
     rows = [int(table.meta["val"].shape[0]) for table in tables if isinstance(table, fx.Node)]
     return torch.from_numpy(rng.integers(0, min(rows), tuple(leaf.shape))).to(leaf) if rows else leaf
