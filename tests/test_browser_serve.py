@@ -154,8 +154,11 @@ def rows(opened: Opened, table: str) -> list[list[str]]:
 
 
 def check_prediction(opened: Opened, want: Any) -> None:
+    from playwright.sync_api import expect
+
     order = np.argsort(-want, kind="stable")[:5]
-    assert opened.page.inner_text("#answer") == f"{NAMES[order[0]]}, {percent(want[order[0]])}"
+    # Widths on a slider's way may still be answered when the last one has been.
+    expect(opened.page.locator("#answer")).to_have_text(f"{NAMES[order[0]]}, {percent(want[order[0]])}", timeout=20_000)
     assert rows(opened, "#guesses") == [[NAMES[i], "", percent(want[i])] for i in order]
     bars = opened.page.locator("#guesses meter").evaluate_all("bars => bars.map(bar => bar.value)")
     np.testing.assert_allclose(bars, want[order], rtol=1e-4, atol=1e-9)

@@ -216,7 +216,7 @@ def _fold_constants(model: OnnxModel) -> None:
             kept.append(node)
             continue
         value = computed(node, arrays)
-        tensor = model.tensor(np.ascontiguousarray(value), node.output[0])
+        tensor = model.tensor(np.asarray(value, order="C"), node.output[0])  # a number stays without dimensions
         model.graph.initializer.append(tensor)
         held[tensor.name] = model.graph.initializer[-1]
     set_nodes(model.graph, kept)

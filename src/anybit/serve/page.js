@@ -73,6 +73,7 @@ function setWidths(pair) {
 }
 
 function soon() {
+  asked += 1; // an answer on its way is for widths that the sliders have left
   clearTimeout(moving);
   moving = setTimeout(show, 80);
 }
