@@ -126,6 +126,15 @@ def test_processes_share_the_trials_and_the_work_of_a_dead_one(url: str) -> None
     assert not [trial for trial in known if trial.state.name in ("RUNNING", "WAITING")]
 
 
+def test_the_work_of_one_that_died_before_any_sign_of_life_is_taken_up(url: str) -> None:
+    dead = trials(url)
+    dead.study.enqueue_trial({"value": 1.0}, user_attrs={"value": 1.0})
+    with pytest.warns(UserWarning, match="[Hh]eartbeat"):
+        dead.study.ask()  # it is at work from here on, and gives no sign of life
+    assert trials(url).run([1.0, 2.0]) == {1.0: 0.1, 2.0: 0.2}
+    assert [trial.state.name for trial in dead.study.get_trials()].count("FAIL") == 1
+
+
 @pytest.mark.slow
 def test_several_that_start_at_once_on_a_new_storage_all_come_to_the_end(url: str) -> None:
     all_of_them = [started(url) for _ in range(3)]

@@ -45,11 +45,12 @@ class Trials:
     ) -> None:
         self.optuna, self.url = _optuna(), shown(storage)
         self.attempt, self.grace, self.say, self._said = attempt, grace, say, ""
+        self._greeted: set[int] = set()
         with self._answering():
-            opened = _open(self.optuna, storage, grace)
-            others = [other for other in self.optuna.get_all_study_names(opened) if other != name]
+            self._storage = _open(self.optuna, storage, grace)
+            others = [other for other in self.optuna.get_all_study_names(self._storage) if other != name]
             self.study = self.optuna.create_study(
-                storage=opened, study_name=name, direction="maximize", load_if_exists=True
+                storage=self._storage, study_name=name, direction="maximize", load_if_exists=True
             )
         if any(other.rpartition(" ")[0] == name.rpartition(" ")[0] for other in others):
             say(f"{self.url}: has trials of this recipe with other data or other starting weights; they are not used")
@@ -123,7 +124,16 @@ class Trials:
             self.say(said)
         time.sleep(min(5.0, self.grace / 6))
         with self._answering():
+            self._greet()
             self.optuna.storages.fail_stale_trials(self.study)
+
+    def _greet(self) -> None:
+        """Give each trial that somebody is at one sign of life: Optuna never misses who died before giving any."""
+        study = self._storage.get_study_id_from_name(self.study.study_name)
+        running = self.study.get_trials(deepcopy=False, states=(self.optuna.trial.TrialState.RUNNING,))
+        for number in {trial.number for trial in running} - self._greeted:
+            self._greeted.add(number)
+            self._storage.record_heartbeat(self._storage.get_trial_id_from_study_id_trial_number(study, number))
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
