@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import anybit
+from anybit.graph.from_torch import read_torch
 from anybit.simulate.capture import call_arguments, capture
-from anybit.simulate.few_runs import made_up_calls
+from anybit.simulate.few_runs import _counts, made_up_calls
 
 
 class Reader(nn.Module):
@@ -93,3 +94,11 @@ def test_an_example_of_real_size_says_how_large_inputs_are() -> None:
     net.set_bits(weights=8, activations=8)
     with torch.no_grad():
         assert float((net(real) - model(real)).abs().mean() / model(real).std()) < 0.05
+
+
+@pytest.mark.parametrize("batch", [2, 64])
+def test_multiplications_are_those_of_one_input_whatever_the_example(batch: int) -> None:
+    body = capture(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).eval(), torch.randn(batch, 3, 8, 8)
+    )
+    assert sorted(_counts(body, read_torch(body)).values()) == [144 * 5, 4 * 36 * 27]

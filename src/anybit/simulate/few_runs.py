@@ -53,8 +53,8 @@ def _free(network: QuantizedNetwork) -> bool:
 def with_more_bits(network: QuantizedNetwork, graph: Graph, joined: Sequence[Sequence[str]], some: list[Call]) -> Plan:
     """Return the plan of a network with more bits for the points whose rounding costs its outputs most."""
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
-    counts, batch = _counts(network.body, graph)
-    calls = [moved_to(device, some[i]) for i in chosen(len(some), sum(counts.values()) // batch)]
+    counts = _counts(network.body, graph)
+    calls = [moved_to(device, some[i]) for i in chosen(len(some), sum(counts.values()))]
     if _free(network) and len({tuple(x.shape for x in _tensors(call)) for call in calls}) == 1:
         calls = [pytree.tree_map(lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) else xs[0], *calls)]
 
@@ -70,8 +70,8 @@ def _array(x: Tensor) -> Array:
     return (x.float() if x.is_floating_point() else x).cpu().numpy().reshape(-1)
 
 
-def _counts(body: fx.GraphModule, graph: Graph) -> tuple[dict[Node, int], int]:
-    """Return the multiplications of each product for the example that was captured, and how many inputs that had."""
+def _counts(body: fx.GraphModule, graph: Graph) -> dict[Node, int]:
+    """Return the multiplications of each product for one input of the size that was captured."""
     shapes = {name: constant.shape for name, constant in graph.constants.items()}
     batch = 1
     for node in body.graph.nodes:
@@ -82,7 +82,7 @@ def _counts(body: fx.GraphModule, graph: Graph) -> tuple[dict[Node, int], int]:
                 shapes[value_name(node)] = tuple(map(int, sizes))
                 batch = max(batch, sizes[0]) if node.op == "placeholder" and sizes else batch
     known = [node for node in products(graph) if {*node.inputs[:2], *node.weights, node.output} <= shapes.keys()]
-    return {node: multiplications(node, shapes) for node in known}, batch
+    return {node: multiplications(node, shapes) // batch for node in known}
 
 
 def made_up_calls(body: fx.GraphModule, example: Call, interval: Mapping[str, Interval]) -> Iterator[Call]:
@@ -90,7 +90,7 @@ def made_up_calls(body: fx.GraphModule, example: Call, interval: Mapping[str, In
     leaves, spec = pytree.tree_flatten(example)
     holders = [node for node in body.graph.nodes if node.op == "placeholder"]
     yield example
-    for seed in range(COUNT):
+    for seed in range(COUNT if len(leaves) == len(holders) else 0):
         rng = np.random.default_rng(seed)
         yield pytree.tree_unflatten(
             [_like(leaf, node, interval, rng) for leaf, node in zip(leaves, holders, strict=True)], spec

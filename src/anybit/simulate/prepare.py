@@ -51,8 +51,9 @@ def prepare(
 
     Args:
         model: Any module that `torch.export` can follow, on any device.
-        example_input: A tensor, a tuple of positional arguments, or a dict of keyword arguments. Only the shapes
-            matter; the first dimension is the batch, and other sizes stay free where the network allows it.
+        example_input: A tensor, a tuple of positional arguments, or a dict of keyword arguments. The first dimension
+            is the batch, and other sizes stay free where the network allows it. Only the shapes matter, unless ranges
+            have to be guessed: then its numbers say how large inputs are.
         preset: What the settings below are unless you give them: "default" is what does best on real networks, "paper"
             the protocol of the paper (one symmetric grid per tensor, 6 standard deviations, every layer alike).
         calibration: A loader whose batches set the activation ranges. Without it they come from normalization layers
