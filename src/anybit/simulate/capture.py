@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
 from anybit.errors import CaptureError
+from anybit.simulate.functional import functional
 from anybit.simulate.recurrent import as_operators, to_built_in
 from anybit.simulate.refusals import describe, reasons
 
@@ -112,8 +113,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             with as_operators():
                 shapes = _free(args, kwargs, all_dims=all_dims)
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
-                module = program.run_decompositions(decompositions()).module()
-            assert isinstance(module, fx.GraphModule)
+                module = _functional(program)
             _tidy(module)
         except Exception as problem:
             error = error or problem
@@ -131,6 +131,15 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return fixed
     assert error is not None
     raise error
+
+
+def _functional(program: torch.export.ExportedProgram) -> fx.GraphModule:
+    """Return a captured network without operators in place or such that hide products."""
+    module = program.module()
+    if not (isinstance(module, fx.GraphModule) and functional(module)):
+        module = program.run_decompositions(decompositions()).module()
+    assert isinstance(module, fx.GraphModule)
+    return module
 
 
 def _at_other_sizes(model: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
