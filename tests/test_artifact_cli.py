@@ -164,6 +164,16 @@ def test_run_on_a_machine_without_a_battery(master: Path, pictures: Path, monkey
     assert call(run, master, "--input", pictures / "a.png", "--policy", "power").output[:3] == "FP "
 
 
+def test_run_takes_files_as_a_shell_lists_them(master: Path, pictures: Path) -> None:
+    said = call(run, master, pictures / "a.png", pictures / "d.npy", "--bits", "W4A8", "--input", pictures / "c.npy")
+    assert [Path(line.split()[-1]).name for line in said.output.splitlines()] == [
+        "a.png",
+        "d.npy",
+        "c.npy[0]",
+        "c.npy[1]",
+    ]
+
+
 def test_a_fixed_width_does_not_ask_the_machine(master: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody() -> Reading:
         raise AssertionError("asked")

@@ -1,4 +1,4 @@
-"""`anybit run model.onnx --input images/`: run on files, at the width that the machine can afford now."""
+"""`anybit run model.onnx images/`: run on files, at the width that the machine can afford now."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ ASKING = ("battery", "power")
 
 def run(
     master: options.Master,
+    files: Annotated[list[str] | None, typer.Argument(help="What to run it on, as with --input.")] = None,
     inputs: options.What = None,
     policy: options.Policies = None,
     bits: options.Bits = None,
@@ -43,7 +44,7 @@ def run(
     Scores of classes become the best class; of other outputs shape and range are told. A machine without a battery
     counts as on mains: policy battery then runs in floating point.
 
-    Example: anybit run model.onnx --input images/ --bits W4A8
+    Example: anybit run model.onnx images/*.png --bits W4A8
     """
     from anybit.artifact.inputs import read_feeds
     from anybit.artifact.session import load
@@ -55,7 +56,9 @@ def run(
         out.mkdir(parents=True, exist_ok=True)
     with progress_bars() as start:
         advance = start("inputs", 0)
-        for i, (label, feed) in enumerate(read_feeds(inputs or [], session.takes, session.feeding)):
+        for i, (label, feed) in enumerate(
+            read_feeds([*(files or []), *(inputs or [])], session.takes, session.feeding)
+        ):
             wanted = chooser.choose(read_machine() if name in ASKING else Reading())
             if wanted != session.bits:
                 session.set_bits(weights=wanted.weights, activations=wanted.activations)
