@@ -238,6 +238,14 @@ def test_made_up_inputs_never_cut_off_what_a_function_may_reach() -> None:
     assert found[4].high < 0.1  # few bits are not spent on what was never seen
 
 
+def test_a_product_with_a_gate_is_as_uncertain_as_its_other_factor() -> None:
+    source = "batch norm b (estimated), HardSigmoid stays inside"
+    known = Activation("y", "activation", ranges=((32, Range(-2.0, 7e6, source)),))
+    watch = Calibration(Plan((known,)), "mse", made_up=True)
+    watch.update({"y": np.linspace(-1, 3, 500, dtype=np.float32)})
+    assert str(dict(watch.done().activations[0].ranges)[32]) == "[-2, 6]"
+
+
 def test_rounding_that_keeps_sums_is_for_layers_only() -> None:
     torch.manual_seed(0)
 

@@ -19,7 +19,7 @@ from anybit.artifact.master import open_master
 from anybit.errors import DataError
 from anybit.plan import widen
 from anybit.plan.points import Plan
-from anybit.plan.widen import MEASURED, SHARE, SUM, Unit, costs_most, worth_it
+from anybit.plan.widen import MEASURED, SHARE, SUM, Unit, costs_most, relative_errors, worth_it
 from anybit.spec import Bits
 
 
@@ -131,6 +131,25 @@ def test_never_more_than_a_tenth(seed: int) -> None:
     found = worth_it(blamed, sizes, before)
     wider = before.union(*(unit.products for unit in found))
     assert sum(sizes[output] for output in wider) <= SHARE * sum(sizes.values()) + 1e-9
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def test_a_single_tie_does_not_hide_an_error_of_all_probabilities() -> None:
+    """One flipped decision, or a little error everywhere: by their squares the first would count far more."""
+    rng = np.random.default_rng(0)
+    scores = 6 * rng.normal(size=(200, 10))
+    scores[0, :2] = scores[0].max() + np.array([0.1, 0.0])
+    flipped = scores.copy()
+    flipped[0, :2] += [-0.5, 0.5]
+    noisy = scores + 0.05 * rng.normal(size=scores.shape)
+    one, everywhere = (relative_errors([softmax(scores)], [softmax(x)])[0] for x in (flipped, noisy))
+    assert 0 < one < everywhere < 1e-3
+    plain = [float(np.square(softmax(x) - softmax(scores)).mean()) for x in (flipped, noisy)]
+    assert plain[0] > plain[1]
 
 
 @pytest.mark.parametrize("worst", [0, 5, 99])

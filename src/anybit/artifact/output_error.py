@@ -15,7 +15,7 @@ from anybit.common.bars import progress_bars
 from anybit.plan.allocation import Allocation, Unit, check_choices, choose
 from anybit.plan.numbers import Kept
 from anybit.plan.points import Widths
-from anybit.plan.widen import relative_errors
+from anybit.plan.widen import as_one, relative_errors
 from anybit.spec import FLOAT, Bits, LayerWidths
 
 
@@ -89,10 +89,10 @@ def error_at(master: Master, inputs: Iterable[Any], bits: Bits, layers: LayerWid
 def outputs_at(
     master: Master, feeds: Iterable[Mapping[str, Array]], widths: Widths, kept: Kept | None = None
 ) -> list[Array]:
-    """Return every output over all inputs, as rows."""
+    """Return every output over all inputs."""
     run = runner(master, master.plan, widths, master.outputs, kept)
     made: dict[str, list[Array]] = {}
     for feed in feeds:
         for name, value in run(feed).items():
-            made.setdefault(name, []).append(np.asarray(value).reshape(-1))
-    return [np.concatenate(parts) for parts in made.values()]
+            made.setdefault(name, []).append(np.asarray(value))
+    return [as_one(parts) for parts in made.values()]

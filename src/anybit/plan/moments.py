@@ -27,6 +27,16 @@ ESTIMATED = " (estimated)"
 BOUNDED = " stays inside"
 """Where a range came from that nothing can leave: the function that made the value."""
 
+
+def certain(source: str) -> bool:
+    """Tell whether nothing can leave a range, by where it came from; that of a product names both factors.
+
+    >>> certain("Sigmoid stays inside"), certain("batch norm a (estimated), Sigmoid stays inside")
+    (True, False)
+    """
+    return all(part.endswith(BOUNDED) for part in source.split(", "))
+
+
 BINS = 4096
 """Bins of a histogram over everything that a value can be."""
 

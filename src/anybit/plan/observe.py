@@ -13,7 +13,7 @@ import numpy.typing as npt
 from anybit.errors import DataError, SpecError
 from anybit.plan.clip import mse_from_histogram, percentile_from_histogram
 from anybit.plan.grid import make_grid
-from anybit.plan.moments import BOUNDED, ESTIMATED
+from anybit.plan.moments import ESTIMATED, certain
 from anybit.plan.points import Activation, Plan
 from anybit.spec import FLOAT, NARROWEST, WIDEST, QuantSpec, Range
 
@@ -197,7 +197,7 @@ class Calibration:
                     found[point.name] = _reaching(point, ranges[FLOAT])
                     continue
                 ranges = roomier(ranges, point)
-                if point.ranges and point.ranges[0][1].source.endswith(BOUNDED):  # what is certain needs no guess
+                if point.ranges and certain(point.ranges[0][1].source):  # and needs no guess
                     ranges[FLOAT] = point.ranges[0][1]
             found[point.name] = tuple((b, replace(r, source=self.source or r.source)) for b, r in ranges.items())
         return self.plan.with_ranges(found)

@@ -24,6 +24,8 @@ Array = npt.NDArray[Any]
 
 SHARE = 0.1
 """The part of a network's multiplications that may be wider than asked for."""
+DEAR = 2.0
+"""Points get more bits if their part of the error is so many times their part of the multiplications."""
 TRIES = 32
 """How often the outputs are looked at, at most."""
 LITTLE = 0.01
@@ -44,6 +46,8 @@ ROUNDS = 2
 """How often the worst points are looked for then: those that cost most at first hide others."""
 STEPS = ((Bits(8, 8), WIDEST), (Bits(4, FLOAT), 8))
 """Widths at which points are looked at, and the width that those which cost most there never go below."""
+IMPROBABLE = 1e-6
+"""Classes that are less probable than this are all the same."""
 MEASURED = "measured error"
 """Why a point keeps more bits."""
 SUM = "sum, measured error"
@@ -130,16 +134,21 @@ def worth_it(blamed: Sequence[tuple[float, Unit]], sizes: Mapping[str, int], tak
     >>> blamed = [(5.0, Unit(("a",), frozenset({"x"}))), (4.0, Unit(("b",), frozenset({"y"})))]
     >>> [unit.names for unit in worth_it(blamed, {"x": 20, "y": 10, "z": 100})]
     [('b',)]
+    >>> [unit.names for unit in worth_it([(9.0, blamed[0][1]), (1.0, blamed[1][1])], {"x": 2, "y": 8, "z": 100})]
+    [('a',)]
     """
-    room, done, left = SHARE * sum(sizes.values()), set(taken), list(blamed)
-    room -= sum(sizes[output] for output in done)
+    total, whole = sum(sizes.values()), sum(cost for cost, _ in blamed)
+    done, left = set(taken), list(blamed)
+    room = SHARE * total - sum(sizes[output] for output in done)
     found: list[Unit] = []
     while True:
         new = {unit: sum(sizes[output] for output in unit.products - done) for _, unit in left}
-        fits = [(cost, unit) for cost, unit in left if new[unit] <= room]
+        # With a product, everything that feeds nothing else comes for free.
+        gain = {u: sum(c for c, other in left if other.products <= done | u.products) for _, u in left}
+        fits = [u for _, u in left if new[u] <= room and gain[u] * total >= DEAR * whole * new[u]]
         if not fits:
             return found
-        _, best = max(fits, key=lambda entry: entry[0] / (new[entry[1]] or 1e-9))
+        best = max(fits, key=lambda unit: gain[unit] / (new[unit] or 1e-9))
         left = [entry for entry in left if entry[1] is not best]
         room -= new[best]
         done |= best.products
@@ -239,10 +248,22 @@ class _Widening:
         return relative_errors(self.exact, self.outputs(widths))
 
 
+def as_one(parts: Sequence[Array]) -> Array:
+    """Return an output over several inputs: rows of its last dimension, or, where that differs, all its numbers.
+
+    >>> as_one([np.zeros((1, 5, 3)), np.zeros((1, 2, 3))]).shape, as_one([np.zeros(2), np.zeros(3)]).shape
+    ((7, 3), (5,))
+    """
+    lasts = {part.shape[-1] if part.ndim and part.size else 0 for part in parts}
+    last = lasts.pop() if len(lasts) == 1 else 0
+    return np.concatenate([part.reshape(-1, last) if last else part.reshape(-1) for part in parts])
+
+
 def relative_errors(exact: list[Array], found: list[Array]) -> list[float]:
     """Return the squared error of each output, relative to how far it spreads.
 
-    Of whole numbers those that differ count; of an answer that became longer or shorter, all of it.
+    Of whole numbers those that differ count; of an answer that became longer or shorter, all of it. Probabilities of
+    classes are compared by their logarithms: else the few examples that are near a tie would decide everything.
 
     >>> relative_errors([np.array([1.0, -1.0]), np.array([1, 2])], [np.array([1.0, -2.0]), np.array([1, 3])])
     [0.5, 0.5]
@@ -251,10 +272,20 @@ def relative_errors(exact: list[Array], found: list[Array]) -> list[float]:
     for want, got in zip(exact, found, strict=True):
         if want.shape != got.shape:
             errors.append(1.0)
-        elif want.dtype.kind != "f":
+            continue
+        if _sums_to_one(want):
+            want, got = (np.log(np.maximum(x, IMPROBABLE)) for x in (want, got))
+        if want.dtype.kind != "f":
             errors.append(float((want != got).mean()) if want.size else 0.0)
         else:
             spread = max(float(want.var(dtype=np.float64)), 1e-30)
             error = float(np.square(got.astype(np.float64) - want).mean()) / spread if want.size else 0.0
             errors.append(error if error < np.inf else 1.0)  # NaN is not
     return errors
+
+
+def _sums_to_one(x: Array) -> bool:
+    """Tell whether an output is what a softmax over its last dimension gives."""
+    if x.dtype.kind != "f" or x.ndim < 2 or x.shape[-1] < 2 or not x.size or not x.min() >= 0:
+        return False
+    return bool(np.abs(x.sum(-1, dtype=np.float64) - 1).max() < 1e-3)

@@ -17,7 +17,7 @@ from anybit.graph.from_torch import value_name
 from anybit.graph.view import Graph, Node
 from anybit.plan.build import Interval
 from anybit.plan.points import Plan, Widths
-from anybit.plan.widen import SEEN, Array, chosen, widened
+from anybit.plan.widen import SEEN, Array, as_one, chosen, widened
 from anybit.simulate.capture import call_arguments, moved_to
 from anybit.simulate.network import QuantizedNetwork
 
@@ -61,13 +61,13 @@ def with_more_bits(network: QuantizedNetwork, graph: Graph, joined: Sequence[Seq
     def outputs(widths: Widths) -> list[Array]:
         network.execute(widths)
         made = [[_array(x) for x in _tensors(network(*args, **kwargs))] for args, kwargs in calls]
-        return [np.concatenate(parts) for parts in zip(*made, strict=True)]
+        return [as_one(parts) for parts in zip(*made, strict=True)]
 
     return widened(graph, network.plan, joined, counts, outputs)
 
 
 def _array(x: Tensor) -> Array:
-    return (x.float() if x.is_floating_point() else x).cpu().numpy().reshape(-1)
+    return (x.float() if x.is_floating_point() else x).cpu().numpy()
 
 
 def _counts(body: fx.GraphModule, graph: Graph) -> dict[Node, int]:
