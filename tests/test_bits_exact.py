@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, images, warmed_up
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import numpy_helper
@@ -251,7 +251,7 @@ networks = st.fixed_dictionaries(
         "factor": st.sampled_from([1e-8, 2.0**-6, 1.0, 2.0**6, 1e8]),
         "dtype": st.sampled_from([torch.float16, torch.bfloat16, torch.float64, torch.float32]),
     }
-).filter(lambda n: n["dtype"] != torch.float16 or 1e-3 < n["factor"] < 1e3)  # float16 ends at 65504
+).filter(lambda n: n["dtype"] != torch.float16 or 1e-3 < n["factor"] < 1e3)
 EXTREME = {"kinds": ["plain", "twice", "transposed"], "groups": 2, "faint": 1e-12, "dtype": torch.float32}
 EVERYTHING = {"symmetric": False, "per_channel": True, "helpers": "all", "sensitive": "same"}
 ways = st.fixed_dictionaries(
@@ -283,6 +283,7 @@ def test_drawn_networks_have_one_set_of_numbers(
     tmp_path_factory: pytest.TempPathFactory, network: dict[str, Any], way: dict[str, Any], first: int
 ) -> None:
     model = drawn(network)
+    assume(all(bool(b.isfinite().all()) for b in model.buffers()))  # float16 ends at 65504: "twice" squares the factor
     data = [torch.randn(8, 1, 8, 8, dtype=network["dtype"])]
     net = anybit.prepare(
         model, torch.randn(2, 1, 8, 8, dtype=network["dtype"]), calibration=data, **way, preset="paper"
