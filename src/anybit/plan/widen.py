@@ -7,6 +7,7 @@ worst points without trying each of hundreds; what is wider takes at most a tent
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -189,6 +190,12 @@ def widened(
     sizes = {node.output: count for node, count in counts.items()}
     total = sum(sizes.values())
     most, tries = SHARE * total, min(TRIES, int(MOST_WORK / (len(STEPS) * max(1, total))))
+    if total and tries < FEWEST:
+        warnings.warn(
+            f"one input takes {total / 1e9:.0f} billion multiplications: too many to measure which points need more "
+            "bits, so only the kinds of layers that usually do keep 8; anybit bench tells what each width loses",
+            stacklevel=2,
+        )
     if not total or tries < FEWEST:
         return plan
     units = [u for u in units_of(graph, plan, joined, counts) if sum(sizes[name] for name in u.products) <= most]
