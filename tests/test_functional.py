@@ -13,7 +13,7 @@ from architectures import ARCHITECTURES
 from cases import CASES
 from torch import Tensor, nn
 
-from anybit.simulate.capture import _free, _tidy, capture, decompositions, quietly
+from anybit.simulate.capture import _attention_written_out, _free, _tidy, capture, decompositions, quietly
 from anybit.simulate.functional import functional
 from anybit.simulate.recurrent import as_operators
 
@@ -33,7 +33,7 @@ def operators(module: Any) -> Counter[tuple[str, torch.dtype]]:
 def both_ways(model: nn.Module, inputs: Any) -> tuple[Counter[Any] | None, Counter[Any]]:
     """The operators after rewriting, if that goes, and after tracing again."""
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    with torch.no_grad(), as_operators(), quietly(LOG):
+    with torch.no_grad(), as_operators(), _attention_written_out(), quietly(LOG):
         program = torch.export.export(model.eval(), args, kwargs, dynamic_shapes=_free(args, kwargs, all_dims=False))
         module: Any = program.module()
         rewritten = operators(module) if functional(module) else None
@@ -42,7 +42,7 @@ def both_ways(model: nn.Module, inputs: Any) -> tuple[Counter[Any] | None, Count
 
 REWRITTEN = {
     "small-conv", "vgg-like", "resnet18", "functional", "max-pool", "average-pool", "recurrent", "dropout",
-    "two-inputs", "kinks", "mobilenetv3", "efficientnet", "densenet", "unet",
+    "two-inputs", "kinks", "transformer", "hf-vit", "mobilenetv3", "efficientnet", "densenet", "unet",
 }  # fmt: skip
 
 
@@ -121,6 +121,14 @@ def test_writing_into_what_others_see_is_left_to_tracing(name: str) -> None:
     torch.testing.assert_close(found(x), model(x))
 
 
-def test_products_in_attention_are_written_out() -> None:
-    found = capture(Calls(lambda m, x: F.scaled_dot_product_attention(x, x, x)).eval(), torch.randn(2, 4, 6))
+ATTENTION = {"called by name": lambda m, x: F.scaled_dot_product_attention(x, x, x),
+             "held before": lambda m, x, held=F.scaled_dot_product_attention: held(x, x, x)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_products_in_attention_are_written_out(name: str) -> None:
+    model, x, before = Calls(ATTENTION[name]).eval(), torch.randn(2, 4, 6), F.scaled_dot_product_attention
+    found = capture(model, x)
     assert sum(node.target is torch.ops.aten.matmul.default for node in found.graph.nodes) == 2
+    torch.testing.assert_close(found(x), model(x))
+    assert F.scaled_dot_product_attention is before

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
@@ -110,7 +111,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     error: Exception | None = None
     for all_dims in (False, True) if pictures else (True, False):
         try:
-            with as_operators():
+            with as_operators(), _attention_written_out():
                 shapes = _free(args, kwargs, all_dims=all_dims)
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
                 module = _functional(program)
@@ -269,6 +270,17 @@ def attention(
     elif attn_mask is not None:
         scores = scores + attn_mask
     return torch.matmul(torch.softmax(scores, -1), value)
+
+
+@contextlib.contextmanager
+def _attention_written_out() -> Iterator[None]:
+    """Let models call `attention` in place of PyTorch's function for the time being: its products are traced."""
+    before = F.scaled_dot_product_attention
+    setattr(F, before.__name__, attention)
+    try:
+        yield
+    finally:
+        setattr(F, before.__name__, before)
 
 
 @functools.cache

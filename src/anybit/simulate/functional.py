@@ -19,7 +19,8 @@ PLAIN: set[Any] = {
     aten.cat.default, aten.stack.default, aten.transpose.int, aten.permute.default, aten.t.default, aten.slice.Tensor,
     aten.select.int, aten.expand.default, aten.embedding.default, aten.prelu.default, aten.amax.default,
     aten.argmax.default, aten.max.dim, aten.sum.dim_IntList, aten.selu.default, aten.log.default, aten.rsqrt.default,
-    aten.log_softmax.int, aten.zeros.default, aten.gt.Scalar, aten.where.self, aten.masked_fill.Scalar,
+    aten.log_softmax.int, aten.zeros.default, aten.arange.default, aten.gt.Scalar, aten.ge.Scalar,
+    aten.logical_not.default, aten.where.self, aten.masked_fill.Scalar,
     aten.maximum.default, aten.minimum.default, aten.rms_norm.default, aten.sym_size.int,
     operator.getitem, operator.add, operator.mul, operator.floordiv,
 }  # fmt: skip
