@@ -128,7 +128,8 @@ def weight_grid(low: Array, high: Array, spec: QuantSpec) -> Grid:
     own = xp.where(_faint(own), xp.zeros_like(own), own)
     most = xp.amax(own) if spec.axis is not None else own
     least = FAINTEST * xp.where(most > 0, most, xp.ones_like(most))
-    return grid._replace(scale=_array(xp.maximum(own, xp.zeros_like(own) + least)))
+    tiny = xp.full_like(own, xp.finfo(own.dtype).tiny)  # below it numbers lose digits
+    return grid._replace(scale=_array(xp.maximum(xp.maximum(own, tiny), xp.zeros_like(own) + least)))
 
 
 def quantize(x: Array, grid: Grid) -> Array:
