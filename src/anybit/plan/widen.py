@@ -127,7 +127,9 @@ def _together(units: Sequence[Unit]) -> Unit:
     return Unit(names, frozenset().union(*(unit.products for unit in units)))
 
 
-def worth_it(blamed: Sequence[tuple[float, Unit]], sizes: Mapping[str, int], taken: Collection[str] = ()) -> list[Unit]:
+def worth_it(
+    blamed: Sequence[tuple[float, Unit]], sizes: Mapping[str, int], taken: Collection[str] = (), dear: float = DEAR
+) -> list[Unit]:
     """Return the units that take most of the error away for the products that become wider, at most a tenth of all.
 
     `sizes` has the multiplications of every product; those of `taken` are wider already.
@@ -146,7 +148,7 @@ def worth_it(blamed: Sequence[tuple[float, Unit]], sizes: Mapping[str, int], tak
         new = {unit: sum(sizes[output] for output in unit.products - done) for _, unit in left}
         # With a product, everything that feeds nothing else comes for free.
         gain = {u: sum(c for c, other in left if other.products <= done | u.products) for _, u in left}
-        fits = [u for _, u in left if new[u] <= room and gain[u] * total >= DEAR * whole * new[u]]
+        fits = [u for _, u in left if new[u] <= room and gain[u] * total >= dear * whole * new[u]]
         if not fits:
             return found
         best = max(fits, key=lambda unit: gain[unit] / (new[unit] or 1e-9))
@@ -229,11 +231,11 @@ class _Widening:
         other = _Widening(with_floors(plan, sums, WIDEST, SUM), self.outputs, self.sizes, self.tries)
         other.exact = self.exact
         for _ in range(ROUNDS):
-            other._step(units, WIDEST, bits)
+            other._step(units, WIDEST, bits, dear=0)  # 8 bits are few here, and need all the room
         if sum(other._errors(other.plan.widths(bits))) < sum(self._errors(self.plan.widths(bits))):
             self.plan, self.taken = other.plan, other.taken
 
-    def _step(self, units: Sequence[Unit], floor: int, bits: Bits) -> None:
+    def _step(self, units: Sequence[Unit], floor: int, bits: Bits, dear: float = DEAR) -> None:
         """Give the units that cost most at a width another floor, if that makes the error smaller."""
         widths = self.plan.widths(bits)
         before = self._errors(widths)
@@ -245,7 +247,7 @@ class _Widening:
 
         narrow = [unit for unit in units if any(widths[name] == bits.weights for name in unit.names)]
         blamed = costs_most(narrow, lambda names: share(self.plain | {n: widths[n] for n in names}), self.tries)
-        found = worth_it(blamed, self.sizes, self.taken)
+        found = worth_it(blamed, self.sizes, self.taken, dear)
         plan = with_floors(self.plan, found, floor)
         if found and share(plan.widths(bits)) < sum(old > 0 for old in before):
             self.plan = plan
