@@ -276,6 +276,17 @@ def trees(net: Net) -> None:
     net.output(net.node("TreeEnsembleRegressor", net.x(4, 3), domain="ai.onnx.ml", **nodes, **leaves))
 
 
+@CASES.add("a linear classifier of scikit-learn, whose file names no version of the usual operators", expect="nothing")
+def only_classical(net: Net) -> None:
+    about = {"coefficients": [1.0, -1.0, 0.5, 0.2], "intercepts": [0.1, -0.1], "classlabels_ints": [0, 1]}
+    scores = net.node("LinearClassifier", net.x(4, 2), n=2, domain="ai.onnx.ml", **about)[1]
+    zipped = net.node("ZipMap", scores, domain="ai.onnx.ml", classlabels_int64s=[0, 1])
+    kind = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    net.outputs.append(helper.make_value_info(zipped, helper.make_sequence_type_proto(kind)))
+    net.finished = net.model()
+    del net.finished.opset_import[0]
+
+
 @CASES.add("names that others begin with, as older PyTorch writes them: result and result.1")
 def names_with_dots(net: Net) -> None:
     y = net.node("Relu", net.conv(net.x(2, 3, 8, 8), 3, 8), out=["result"])

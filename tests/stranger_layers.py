@@ -82,6 +82,12 @@ def weight_with_one_axis(net: Net) -> None:
     net.output(net.node("MatMul", net.node("Relu", net.dense(net.x(3, 4, 8), 8, 12)), net.weight(12)))
 
 
+@LAYERS.add("Gemm whose beta is 0 because there is no bias, as tf2onnx writes it")
+def gemm_with_beta_of_zero(net: Net) -> None:
+    y = net.probe(net.node("Gemm", net.x(4, 16), net.weight(12, 16), transB=1, alpha=1.0, beta=0.0))
+    net.output(net.node("Gemm", net.node("Relu", y), net.weight(6, 12), transB=1, beta=0.0))
+
+
 @LAYERS.add("Gemm with everything set: transA, alpha, beta, a bias with one row")
 def gemm_with_everything(net: Net) -> None:
     held = net.weight(16, 12), net.weight(1, 12)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from stranger_builder import Cases, Net
 
 LOOPS = Cases()
@@ -38,6 +38,42 @@ def if_around_everything(net: Net) -> None:
     fast = net.node("Equal", rate, net.hold(np.array(16000, np.int64)))
     branches = {"then_branch": branch(net, "then", x, 16, 8), "else_branch": branch(net, "otherwise", x, 16, 8)}
     net.output(net.node("If", fast, **branches))
+
+
+def made(net: Net, value: Any) -> str:
+    """A constant that a node makes."""
+    name: str = net.node("Constant", value=numpy_helper.from_array(value))
+    return name
+
+
+@LOOPS.add("an LSTM in both branches of an If inside an If, its gates put in order by Slice and Concat")
+def lstm_in_nested_branches(net: Net) -> None:
+    x = net.x(5, 2, 8)
+    rate = net.input("sr", np.array(16000, np.int64))
+    fast = net.node("Equal", rate, net.hold(np.array(16000, np.int64)))
+    outer = Net(8)
+    outer.count = 4000
+    shared = [made(outer, outer.draw(48, size, spread=0.3)) for size in (10, 12)]
+    y = outer.node("Relu", outer.dense(x, 8, 10))
+    many = outer.node("Greater", rate, outer.hold(np.array(8000, np.int64)))
+    inner = {}
+    for number, way in enumerate(("then_branch", "else_branch")):
+        cell = Net(9)
+        cell.count = 5000 + 500 * number
+        held = []
+        for weight in shared:
+            ends = [[made(cell, np.array([n])) for n in pair] for pair in ((0, 12), (36, 48), (12, 36))]
+            parts = [cell.node("Slice", weight, *pair, made(cell, np.array([0]))) for pair in ends]
+            held.append(cell.node("Unsqueeze", cell.node("Concat", *parts, axis=0), made(cell, np.array([0]))))
+        last = cell.node("LSTM", y, *held, hidden_size=12, n=2)[1]
+        cell.output(cell.node("Squeeze", last, made(cell, np.array([0]))))
+        inner[way] = cell.graph(way)
+    outer.output(outer.dense(outer.node("If", many, **inner), 12, 6))
+    plain = Net(10)
+    plain.count = 7000
+    first = plain.node("ReduceMean", x, axes=[0], keepdims=0)
+    plain.output(plain.dense(first, 8, 6))
+    net.output(net.node("If", fast, then_branch=outer.graph("deep"), else_branch=plain.graph("flat")))
 
 
 @LOOPS.add("a Loop with a layer inside and another weight from outside")

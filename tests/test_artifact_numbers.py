@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from torch import nn
 
 import anybit
 from anybit.artifact.master import open_master
-from anybit.artifact.runtime import compile_model
+from anybit.artifact.runtime import compile_model, onnxruntime
 from anybit.artifact.session import load
 from anybit.data import load_dataset
 from anybit.simulate.modules import Activation, executors
@@ -208,3 +209,24 @@ def test_layers_with_widths_of_their_own_agree() -> None:
         results.append(want)
         np.testing.assert_allclose(session.run(feed), want, atol=1e-5 * np.abs(want).max())
     assert all(not np.allclose(a, b) for a, b in itertools.pairwise(results))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_few_bits_take_half_a_byte_where_the_zeros_of_channels_differ(bits: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
+    with torch.no_grad():
+        for layer in model[::2]:
+            layer.weight += layer.weight.std() * torch.linspace(-3, 3, len(layer.weight)).reshape(-1, 1, 1, 1)
+    x = torch.randn(4, 3, 10, 10)
+    anybit.save(anybit.prepare(model, x, calibration=[x], sensitive="same"), tmp_path / "m.onnx")
+    anybit.export(tmp_path / "m.onnx", tmp_path / "out.onnx", weights=bits, activations=8)
+    held = {tensor.name: tensor for tensor in onnx.load(tmp_path / "out.onnx").graph.initializer}
+    codes = [tensor for name, tensor in held.items() if name.endswith("weight.codes")]
+    assert {tensor.data_type for tensor in codes} == {TensorProto.INT4}
+    assert any(name.endswith("weight.offset") for name in held) == (bits == 4), "others fit as they are"
+    session = anybit.load(tmp_path / "m.onnx", threads=1)
+    session.set_bits(weights=bits, activations=8)
+    alone = onnxruntime().InferenceSession(tmp_path / "out.onnx", providers=["CPUExecutionProvider"])
+    (found,) = alone.run(None, {alone.get_inputs()[0].name: x.numpy()})
+    np.testing.assert_allclose(found, session.run(x.numpy()), rtol=1e-4, atol=1e-5)

@@ -68,6 +68,7 @@ def check_weights(numbers: Numbers, others: Numbers, net: QuantizedNetwork, mast
         want = centred(found) if perm is None else centred(found).transpose(perm)
         stored = file[f"{place}.codes"]
         assert stored.shape == want.shape, name
+        stored = stored.astype(np.int64) + file.get(f"{place}.offset", np.zeros(1, np.int64))
         # One zero, or one for each index of the axis, in whichever form the graph needs it.
         zero = file[f"{place}.zero"].astype(np.int64)
         if zero.ndim == 1 and zero.size > 1:

@@ -16,7 +16,7 @@ import pytest
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from anybit.artifact.bounds import MOST_GROWTH, check_sizes
-from anybit.artifact.check import MOST_NODES
+from anybit.artifact.check import MOST_NODES, MOST_PARTS
 from anybit.artifact.plain import read_plain
 from anybit.artifact.runtime import MEMORY_SETTING as SETTING
 from anybit.artifact.runtime import memory_limit
@@ -278,6 +278,21 @@ def long_graph(path: Path, count: int) -> None:
     onnx.save(model([node("Relu", ["x"], [f"y{i}" if i else "y"]) for i in range(count)], {}, ["n", 4]), path)
 
 
+def many_branches(path: Path, count: int) -> None:
+    """A chain of nodes with two branches each, and a layer in every one."""
+    nodes, value = [node("Greater", ["n", "n"], ["c"])], "x"
+    for i in range(count // 2):
+        last = "y" if i == count // 2 - 1 else f"if{i}"
+        branches = {}
+        for way in ("then", "else"):
+            made = helper.make_tensor_value_info(f"{way}{i}", FLOAT, None)
+            graph = helper.make_graph([node("MatMul", [value, "w"], [made.name])], made.name, [], [made])
+            branches[f"{way}_branch"] = graph
+        nodes.append(node("If", ["c"], [last], **branches))
+        value = last
+    onnx.save(model(nodes, {"n": np.float32(1), "w": np.eye(4, dtype=np.float32)}, ["n", 4]), path)
+
+
 FILES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "large": ("read", lambda path: heavy(path, 21, np.float32)),
     "large, operators of an older version": ("read", lambda path: heavy(path, 17, np.float32)),
@@ -286,6 +301,8 @@ FILES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "nothing but zeros": ("refused", lambda path: path.write_bytes(bytes(2**25)) and None),
     "as many nodes as may be": ("read", lambda path: long_graph(path, MOST_NODES - 1)),  # an input is one more
     "more": ("refused", lambda path: long_graph(path, MOST_NODES + 1)),
+    "as many branches as may be": ("read", lambda path: many_branches(path, MOST_PARTS)),
+    "more branches": ("refused", lambda path: many_branches(path, MOST_PARTS + 2)),
 }
 
 

@@ -663,7 +663,8 @@ def compare(reader: Reader, out: dict[str, Array], bits: int) -> None:
         np.testing.assert_array_equal(grid.scale, stored)
         codes = reader.codes(entry, weight, grid, bits)
         zero = reader.along(entry, out[f"{name}.zero"], weight.ndim)
-        np.testing.assert_array_equal(out[f"{name}.codes"] - zero, codes - grid.zero)
+        found = out[f"{name}.codes"] + out.get(f"{name}.offset", 0)
+        np.testing.assert_array_equal(found - zero, codes - grid.zero)
         grids[entry["name"]], errors[entry["name"]] = grid, grid.values(codes) - weight
     for entry in reader.activations:
         value, grid = entry.get("value", entry["name"]), reader.activation(entry, 8)

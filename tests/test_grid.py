@@ -74,6 +74,7 @@ def test_agrees_with_the_textbook_number_by_number(a: np.ndarray, bits: int, kin
 
 
 @given(arrays, widths, kinds, st.booleans(), st.sampled_from([make_grid, weight_grid]))
+@example(np.array([-354401.0, 9.04392232e-298]), 3, (True, False), True, weight_grid)
 @settings(deadline=None, max_examples=200)
 def test_codes_fit_and_errors_are_at_most_half_a_bin(
     x: Array, bits: int, kind: tuple[bool, bool], per_channel: bool, make: object
@@ -86,7 +87,8 @@ def test_codes_fit_and_errors_are_at_most_half_a_bin(
     assert np.array_equal(codes, codes.round())
     lowest, highest = (grid.low - grid.zero) * grid.scale, (grid.high - grid.zero) * grid.scale
     inside = (x >= lowest) & (x <= highest)
-    error = np.abs(dequantize(codes, grid) - x) / grid.scale
+    with np.errstate(over="ignore"):  # of what lies far outside, in bins of next to nothing
+        error = np.abs(dequantize(codes, grid) - x) / grid.scale
     assert (error[inside] <= 0.5 * (1 + 1e-9)).all()
 
 

@@ -7,8 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+from onnx import numpy_helper
+from stranger_builder import Net
 
-from anybit.artifact.made_up import made_up_inputs, sound
+from anybit.artifact.made_up import BYTES, CENTRED, made_up_inputs, pictures_of_bytes, sound
+from anybit.graph.from_onnx import read_onnx
 
 
 class Engine:
@@ -57,3 +61,47 @@ def test_what_another_network_made_is_no_sound() -> None:
     inputs = {"encoder_outputs": ("float", [1, "length", 256]), "hidden": ("float", [1, 1, 256])}
     feed = made(Engine(letter=("int32", [1, 1]), **inputs))
     assert all(np.ptp(np.quantile(feed[name], (0.01, 0.99))) > 0.5 for name in inputs)
+
+
+class InFours(Engine):
+    """Wants an input together with three mirror images."""
+
+    def run(self, outputs: Any, feed: dict[str, Any], *given: Any) -> list[Any]:
+        if any(len(value) % 4 for value in feed.values()):
+            raise RuntimeError("cannot be reshaped")
+        return []
+
+
+def test_a_batch_is_tried_where_one_input_does_not_run() -> None:
+    feed = made(InFours(picture=("float", ["a", 1, 32, 32]), spectrum=("float", ["b", 1, 1, 100])))
+    assert feed["picture"].shape == (4, 1, 32, 32)
+    assert feed["spectrum"].shape == (4, 1, 1, 100)
+
+
+def taken_off(net: Net, bias: Any, seen: float = 1.0) -> dict[str, Any]:
+    """Say where the pictures lie of a convolution with a bias, and a batch norm that has seen values of a size."""
+    y = net.node("Conv", net.x(1, 3, 8, 8), net.hold(WEIGHT), net.hold(bias.astype(np.float32)))
+    held = (np.ones(8), np.zeros(8), np.zeros(8), np.full(8, seen**2))
+    y = net.node("BatchNormalization", net.node("LeakyRelu", y), *(net.hold(v.astype(np.float32)) for v in held))
+    net.head(y, 8)
+    model = net.model()
+    return pictures_of_bytes(read_onnx(model, {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}))
+
+
+WEIGHT = np.random.default_rng(0).normal(0.1, 0.3, (8, 3, 3, 3)).astype(np.float32)
+SUMS, MOST = WEIGHT.sum((1, 2, 3)), np.abs(WEIGHT).sum((1, 2, 3))
+SIGNS = np.array([1, -1] * 4)
+
+
+@pytest.mark.parametrize(
+    ("bias", "seen", "interval"),
+    [
+        (-0.5 * SUMS, 3.0, None),
+        (-120 * SUMS, 3.0, BYTES),
+        (20 * MOST * SIGNS, 3.0, CENTRED),
+        (0 * SUMS, 1000.0, BYTES),
+    ],
+    ids=["0 to 1", "a bias against bright pictures", "a mean taken off", "a batch norm behind"],
+)
+def test_a_network_that_expects_large_numbers_takes_bytes(bias: Any, seen: float, interval: Any) -> None:
+    assert taken_off(Net(0), bias, seen).get("x") == interval

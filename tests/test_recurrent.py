@@ -68,3 +68,22 @@ def test_a_cell_trains_through_its_rounded_weights() -> None:
     net(x).square().mean().backward()
     grads = {name: weight.grad for name, weight in net.weights.items()}
     assert all(grad is not None and bool(grad.abs().sum() > 0) for grad in grads.values())
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one way", "both ways"])
+def test_only_the_first_of_its_layers_keeps_more_bits(both: bool) -> None:
+    class Speaker(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRU(6, 8, 3, batch_first=True, bidirectional=both)
+            self.head = nn.Linear(16 if both else 8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.cell(x)[0][:, -1])
+
+    x = torch.randn(2, 9, 6)
+    plan = anybit.prepare(Speaker().eval(), x, calibration=[x], sensitive="8-bit").plan
+    wide = {weight.name for weight in plan.weights if weight.floor >= 8}
+    first = {f"cell.weight_{kind}_l0{way}" for kind in ("ih", "hh") for way in ("", "_reverse")[: 1 + both]}
+    assert wide == {*first, "head.weight"}
+    assert len(plan.weights) == 7 + 6 * both

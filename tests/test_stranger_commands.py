@@ -140,10 +140,20 @@ def table_and_layer() -> onnx.ModelProto:
 def test_what_stays_in_floating_point_is_told_and_warned_of(tmp_path: Path) -> None:
     onnx.save(table_and_layer(), tmp_path / "plain.onnx")
     said = call(adopt, tmp_path / "plain.onnx", "--out", tmp_path / "m.onnx").output
-    assert "quantized: 7% of the weights (1 tensors) and 100% of the multiplications" in said
+    assert "quantized: 7% of the weights (1 tensor) and 100% of the multiplications" in said
     assert "warning: less than half of the weights" in said
     assert "stays in floating point: 93% of the weights, tables that something is looked up in (Gather)" in said
     assert "ranges: 1 from " in said
+
+
+def test_that_nothing_made_up_runs_is_told(tmp_path: Path) -> None:
+    net = Net(0)
+    y = net.dense(net.x(3, 7, declared=["n", "width"]), 7, 8)
+    net.output(net.dense(net.node("Relu", y), 8, 5))
+    onnx.save(net.model(), tmp_path / "plain.onnx")
+    said = call(adopt, tmp_path / "plain.onnx", "--out", tmp_path / "m.onnx").output
+    assert "warning: nothing that was made up as an input runs; --calibrate with a few real ones" in said
+    assert "branches" not in said
 
 
 def test_nothing_is_written_where_nothing_can_be_quantized(tmp_path: Path) -> None:
@@ -344,3 +354,20 @@ def test_the_size_of_calibration_is_remembered(tmp_path: Path) -> None:
     onnx.save(net.model(), tmp_path / "plain.onnx")
     anybit.adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx", calibration=[net.feed], preprocessing=Preprocessing())
     assert anybit.load(tmp_path / "m.onnx").example()["x"].shape == (1, 3, 24, 40)
+
+
+def test_a_network_that_takes_pairs_says_how_to_hand_them_over(tmp_path: Path) -> None:
+    net = Net(4)
+    x = net.input("x", net.draw(2, 4), ["batch", 4])
+    net.output(net.dense(net.node("Relu", net.dense(net.node("Reshape", x, net.hold(np.array([-1, 8]))), 8, 6)), 6, 3))
+    onnx.save(net.model(), tmp_path / "plain.onnx")
+    pairs = net.draw(3, 2, 4)
+    np.save(tmp_path / "alone.npy", pairs.reshape(6, 4))
+    np.save(tmp_path / "pairs.npy", pairs)
+    words, advice = (tmp_path / "plain.onnx", "--out", tmp_path / "m.onnx", "--calibrate"), "further dimension in front"
+    with pytest.raises(DataError, match=advice):
+        call(adopt, *words, tmp_path / "alone.npy")
+    call(adopt, *words, tmp_path / "pairs.npy")
+    assert call(run, tmp_path / "m.onnx", tmp_path / "pairs.npy").output.count("pairs.npy") == 3
+    with pytest.raises(DataError, match=advice):
+        call(run, tmp_path / "m.onnx", tmp_path / "alone.npy")

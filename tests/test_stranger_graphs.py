@@ -166,3 +166,12 @@ def test_a_traceback_is_never_the_answer(name: str, tmp_path: Path) -> None:
     for calibration in ([feed], None):
         with contextlib.suppress(AnybitError):
             adopted(path, feed, calibration)
+
+
+def test_weights_in_branches_of_branches_are_points_and_shared_ones_are_stored_once(tmp_path: Path) -> None:
+    path = saved("lstm_in_nested_branches", tmp_path)
+    plan = anybit.adopt(path, tmp_path / "m.onnx")
+    shapes = sorted(point.shape for point in plan.weights)
+    assert shapes == [(1, 48, 10), (1, 48, 12), (8, 6), (8, 10), (12, 6)]
+    narrow = {point.shape for point in plan.weights if point.floor < 8}
+    assert narrow == {(1, 48, 10), (1, 48, 12)}, "only what comes first or last in its branch keeps 8 bits"

@@ -22,8 +22,10 @@ from torch import nn
 
 import anybit
 from anybit.artifact.adopt import adopt
+from anybit.artifact.coverage import products
 from anybit.artifact.master import Master, open_master
 from anybit.errors import DataError
+from anybit.graph.view import Graph, Node
 from anybit.plan.numbers import Numbers
 from anybit.plan.points import Plan
 from anybit.simulate.network import QuantizedNetwork
@@ -148,3 +150,25 @@ def test_both_readers_come_to_the_same_plan(name: str, tmp_path: Path, monkeypat
             ours, theirs = net.numbers(), master.plan.at(Bits(width, 8), tensors=master.tensors)
             compare_biases(ours, theirs)
             compare_codes(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_both_count_the_same_multiplications(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which points get more bits hangs on the size of every product, folded layers among them."""
+    case = ALL[name]
+    model, path = exported(case, tmp_path)
+    found: list[list[int]] = []
+
+    def noted(graph: Graph, plan: Plan, joined: object, counts: dict[Node, int], outputs: object) -> Plan:
+        found.append([counts.get(node, -1) for node in products(graph)])
+        return plan
+
+    monkeypatch.setattr("anybit.simulate.few_runs.widened", noted)
+    monkeypatch.setattr("anybit.plan.widen.widened", noted)
+    inputs = case.inputs(4)
+    names = tuple(value.name for value in onnx.load(path).graph.input)
+    anybit.prepare(model, inputs, calibration=[(inputs, None)])
+    adopt(path, path.with_name("adopted.onnx"), calibration=[feed(inputs, names)])
+    ours, theirs = found
+    assert [4 * count for count in ours] == theirs
+    assert min(theirs) > 0

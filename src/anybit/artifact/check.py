@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 
 from anybit.artifact.bounds import check_sizes
-from anybit.artifact.model import Array, OnnxModel, has_nan, is_finite
+from anybit.artifact.model import Array, OnnxModel, all_graphs, has_nan, is_finite
 from anybit.common.text import explaining, printable, quoted
 from anybit.errors import FileError, SpecError
 from anybit.graph.onnx_nodes import OPSET, outlined, subgraphs
@@ -31,7 +32,8 @@ DOMAINS = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
 """The domains of operators that ONNX Runtime brings along."""
 
 _DEEPEST = 4
-MOST_NODES = 15_000
+MOST_NODES, MOST_PARTS = 15_000, 1_000
+"""Nodes in all, and branches and loop bodies."""
 _LONG = 4096
 """Bytes from which on only the shape of a tensor is looked at."""
 _LARGEST = 2**16
@@ -79,8 +81,11 @@ def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: 
 
 def check_length(graph: onnx.GraphProto, *, where: str) -> None:
     """Refuse a graph of more nodes than can be looked at in a second; the largest networks have some thousand."""
-    if len(graph.node) > MOST_NODES:
-        raise FileError(f"{where}: {len(graph.node)} nodes; at most {MOST_NODES} are expected")
+    parts = list(islice(all_graphs(graph), MOST_PARTS + 2))
+    if len(parts) > MOST_PARTS + 1:
+        raise FileError(f"{where}: more than {MOST_PARTS} branches and loop bodies; fewer are expected")
+    if (nodes := sum(len(part.node) for part in parts)) > MOST_NODES:
+        raise FileError(f"{where}: {nodes} nodes; at most {MOST_NODES} are expected")
 
 
 def check_names(graph: onnx.GraphProto, *, where: str) -> None:

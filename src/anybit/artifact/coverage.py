@@ -203,8 +203,11 @@ def summary(plan: Plan, found: Coverage) -> list[str]:
     """Say in a few lines what of a network is quantized, what is not, and where the ranges came from."""
     counted = found.multiplications
     of_all = "" if counted is None else f" and {_percent(counted)} of the multiplications"
-    lines = [f"quantized: {_percent(found.weights)} of the weights ({len(plan.weights)} tensors){of_all}"]
-    if counted is None:
+    tensors = f"{len(plan.weights)} tensor{'s'[: len(plan.weights) != 1]}"
+    lines = [f"quantized: {_percent(found.weights)} of the weights ({tensors}){of_all}"]
+    if counted is None and any(not a.ranges and a.kind != "input" for a in plan.activations):
+        lines.append("warning: nothing that was made up as an input runs; --calibrate with a few real ones")
+    elif counted is None:
         lines.append("multiplications inside branches and loops are not counted, and there are no others")
     if found.weights < FEW:
         lines.append("warning: less than half of the weights are quantized, so little is gained")

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from anybit.artifact.runtime import TYPES, TooSlow, run_in_time
 from anybit.errors import DataError
+from anybit.graph.view import Graph, Node, origins
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +29,10 @@ SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     3: ((100, 100), (160, 160), (32, 32), (512, 512)),
     4: ((224, 224), (48, 320), (32, 320), (64, 256), (640, 640), (416, 416)),
 }
-"""What free sizes are tried as, by the number of dimensions; the first one is a batch of one."""
+"""What free sizes are tried as, by the number of dimensions, behind the first one."""
+
+BATCHES = (1, 4)
+"""What the first one is tried as: some networks take an input together with its mirror images, or in pairs."""
 
 SOUND = ((4096,), *SIZES[2])
 """The same for two dimensions of floating-point numbers: sound, most of the time."""
@@ -46,6 +50,50 @@ NUMBERS = (1, 16000)
 
 BOUNDS = {"min": 0.0, "max": 8000.0}
 """What a lone number with a fraction is, by a word in its name: sound has pitches up to half its sampling rate."""
+
+BYTES, CENTRED = (0.0, 255.0), (-128.0, 127.0)
+"""Where pictures of bytes lie, as they are or with a mean taken off."""
+BEYOND = 3.0
+"""So many times what inputs from -1 to 1 can cause at most: a network that expects it takes bytes."""
+
+
+def pictures_of_bytes(graph: Graph) -> dict[str, tuple[float, float]]:
+    """Return where pictures lie that are fed as bytes: their first layer expects far more than others could cause.
+
+    What it expects is its bias, which has to be outweighed now and then, and what a batch norm behind it has seen. A
+    bias takes off what the mean of all pictures causes, which tells that mean.
+    """
+    makers = graph.makers()
+    found: dict[str, tuple[float, float]] = {}
+    for node in graph.nodes:
+        weight = graph.constants.get(node.inputs[1]) if node.kind == "layer" and node.convolution else None
+        if weight is None or node.transposed:
+            continue
+        rows = weight.reshape(len(weight), -1).astype(np.float64)
+        most = np.maximum(np.abs(rows).sum(1), 1e-30)
+        bias, sums = graph.constants.get(graph.bias(node) or "", 0.0 * most) / most, rows.sum(1) / most
+        expected = [seen / most for seen in _seen_behind(graph, node) if seen.shape == most.shape]
+        if np.median(np.abs(bias)) > BEYOND:
+            interval = BYTES if -(bias @ sums) > BYTES[1] / 4 * (sums @ sums) else CENTRED
+        elif any(np.median(value) > BEYOND for value in expected):
+            interval = BYTES
+        else:
+            continue
+        names = {source for source, _ in origins(graph, node.inputs[0], None, makers)}
+        found |= {name: interval for name in graph.inputs if name in names and graph.rank(name) == 4}
+    return found
+
+
+def _seen_behind(graph: Graph, layer: Node) -> Iterator[Array]:
+    """Yield the sizes of what batch norms behind a layer have seen, with nothing but functions and sums between."""
+    reached = {layer.output}
+    for node in graph.nodes:
+        if reached.isdisjoint(node.inputs):
+            continue
+        if node.norm is not None and node.norm.mean is not None and node.norm.var is not None:
+            yield np.sqrt(np.square(node.norm.mean) + node.norm.var)
+        elif node.kind in ("function", "pass", "average", "slopes", "add", "sub", "mul"):
+            reached.add(node.output)
 
 
 def made_up_inputs(
@@ -107,7 +155,7 @@ def _shapes(
     free = [value for value in inputs if any(not isinstance(size, int) for size in value.shape)]
     most = max((len(value.shape) for value in free), default=1)
     long = most == 2 and all(_floats(value, whole) for value in free)
-    for sizes in SOUND if long else SIZES.get(most, ((16, 16),)):
+    for batch, sizes in itertools.product(BATCHES, SOUND if long else SIZES.get(most, ((16, 16),))):
         known: dict[str, int] = {}
         shapes = {}
         for value in inputs:
@@ -118,7 +166,7 @@ def _shapes(
                 if isinstance(size, int) or (d < len(own) and own[d]):
                     shape.append(size if isinstance(size, int) else own[d])
                     continue
-                wanted = 1 if d == 0 and len(value.shape) > 1 else next(left)
+                wanted = batch if d == 0 and len(value.shape) > 1 else next(left)
                 shape.append(known.setdefault(str(size), wanted) if size else wanted)
             shapes[value.name] = tuple(shape)
         yield shapes

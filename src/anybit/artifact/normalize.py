@@ -7,6 +7,10 @@ refused.
 
 from __future__ import annotations
 
+import copy
+from collections import ChainMap
+from collections.abc import Mapping, Set
+
 import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, numpy_helper
@@ -14,7 +18,7 @@ from onnx.inliner import inline_local_functions
 
 from anybit.artifact.model import OnnxModel, all_graphs, set_nodes
 from anybit.errors import FileError
-from anybit.graph.onnx_nodes import used_by
+from anybit.graph.onnx_nodes import OPSET, subgraphs, used_by
 
 QUANTIZED = {
     "QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearConcat",
@@ -23,6 +27,15 @@ QUANTIZED = {
     "MatMulNBits", "QuantizeLinear",
 }  # fmt: skip
 """Operators of files that are quantized already; weights that are only stored as whole numbers are fine."""
+
+FOLDED = {
+    "Identity", "Transpose", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Neg", "Sqrt",
+    "DequantizeLinear",
+    "Shape", "Slice", "Gather", "Expand", "ConstantOfShape", "Add", "Sub", "Mul", "Div",
+    "Range", "Where", "Equal", "Tile", "Pow", "Exp", "Log", "Sin", "Cos", "Abs", "Reciprocal", "Clip", "Floor", "Ceil",
+    "Min", "Max", "Less", "Greater", "Not", "Tanh", "Sigmoid", "Softmax", "MatMul", "Pad",
+}  # fmt: skip
+"""Operators that are done once, now, where all that comes in is constant: weights are found behind them."""
 
 
 def normalize(model: OnnxModel, *, where: str) -> None:
@@ -46,7 +59,11 @@ def normalize(model: OnnxModel, *, where: str) -> None:
             if node.domain == "ai.onnx":
                 node.domain = ""
             used.add(node.domain)
-    entries = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in proto.opset_import}
+            if node.op_type == "Gemm" and not "".join(node.input[2:]):  # a factor of nothing; later there may be a bias
+                factors = [attribute for attribute in node.attribute if attribute.name == "beta"]
+                for factor in factors:
+                    node.attribute.remove(factor)
+    entries = {"": OPSET} | {("" if o.domain == "ai.onnx" else o.domain): o.version for o in proto.opset_import}
     del proto.opset_import[:]
     proto.opset_import.extend(onnx.helper.make_opsetid(d, v) for d, v in entries.items() if d in used)
     _free_sizes(proto.graph)
@@ -156,25 +173,72 @@ def _rename(graph: onnx.GraphProto) -> None:
 
 
 def _hoist(graph: onnx.GraphProto) -> None:
-    """Move the weights of branches and loop bodies into the graph around them, where they can be rounded."""
+    """Move the weights of branches and loop bodies, and what is made of them alone, into the graph around them.
+
+    There they can be rounded.
+    """
     taken = {t.name for t in graph.initializer} | {v.name for v in graph.input}
     taken |= {name for part in all_graphs(graph) for node in part.node for name in node.output}
-    for count, part in enumerate(list(all_graphs(graph))[1:], 1):
-        constants = {n.output[0]: n.attribute[0].t for n in part.node if n.op_type == "Constant" and _is_weight(n)}
-        moved = {**{t.name: t for t in part.initializer}, **constants}
-        names = {name: name if name not in taken else f"{name}.{count}" for name in moved}
-        for name, tensor in moved.items():
-            own = graph.initializer.add()
-            own.CopyFrom(tensor)
-            own.name = names[name]
-        taken |= set(names.values())
-        set_nodes(part, [node for node in part.node if node.output[0] not in constants])
+    outside = {t.name for t in graph.initializer}
+    front: list[NodeProto] = []
+    start = ChainMap(_numbers(graph))
+    parts = [(part, start) for node in graph.node for part in subgraphs(node)]
+    for count, (part, outer) in enumerate(parts, 1):  # which grows on the way
+        numbers = outer.new_child(_numbers(part))
+        moved = _of_weights(part, outside, numbers)
+        gone = {node.output[0] for node in moved}
+        needed = {name for node in moved for name in node.input if name in numbers} - gone  # go along, and stay
+        names = {}
+        for name in [*(t.name for t in part.initializer), *needed, *gone]:
+            names[name] = name if name not in taken else f"{name}.{count}"
+        taken.update(names.values())
+        outside.update(names.values())
+        for tensor in part.initializer:
+            graph.initializer.add().CopyFrom(tensor)
+            graph.initializer[-1].name = names[tensor.name]
         del part.initializer[:]
+        for node in (*(numbers[name] for name in sorted(needed)), *moved):
+            front.append(NodeProto())
+            front[-1].CopyFrom(node)
+            _call(front[-1], names)
+        set_nodes(part, [node for node in part.node if node.output[0] not in gone])
+        left = {name: new for name, new in names.items() if name not in needed}
         for inner in all_graphs(part):
             for node in inner.node:
-                node.input[:] = [names.get(name, name) for name in node.input]
+                _call(node, left)
             for value in inner.output:
-                value.name = names.get(value.name, value.name)
+                value.name = left.get(value.name, value.name)
+        parts += [(inner, numbers) for node in part.node for inner in subgraphs(node)]
+    if front:
+        set_nodes(graph, [*front, *graph.node])
+
+
+def _call(node: NodeProto, names: dict[str, str]) -> None:
+    """Give what a node takes and makes other names."""
+    for each in (node.input, node.output):
+        each[:] = [names.get(name, name) for name in each]
+
+
+def _numbers(part: onnx.GraphProto) -> dict[str, NodeProto]:
+    """Return copies of the constants of a graph, by name."""
+    return {n.output[0]: copy.deepcopy(n) for n in part.node if n.op_type == "Constant" and not _is_weight(n)}
+
+
+def _of_weights(part: onnx.GraphProto, outside: Set[str], numbers: Mapping[str, NodeProto]) -> list[NodeProto]:
+    """Return the nodes of a branch or loop body that hold weights, or make them of weights and other constants."""
+    ends = {value.name for value in (*part.input, *part.output)}
+    weights = {t.name for t in part.initializer if len(t.dims) > 1}
+    fixed = {"", *(t.name for t in part.initializer)}
+    found = []
+    for node in part.node:
+        made = node.op_type in FOLDED and not node.domain and ends.isdisjoint((*node.input, *node.output))
+        made = made and all(name in fixed or name in outside or name in numbers for name in node.input)
+        made = made and any(name in weights or name in outside for name in node.input)
+        if made or (node.op_type == "Constant" and _is_weight(node)):
+            fixed.update(node.output)
+            weights.update(node.output)
+            found.append(node)
+    return found
 
 
 def _is_weight(node: NodeProto) -> bool:

@@ -87,10 +87,14 @@ def error_at(master: Master, inputs: Iterable[Any], bits: Bits, layers: LayerWid
 
 
 def outputs_at(
-    master: Master, feeds: Iterable[Mapping[str, Array]], widths: Widths, kept: Kept | None = None
+    master: Master,
+    feeds: Iterable[Mapping[str, Array]],
+    widths: Widths,
+    kept: Kept | None = None,
+    names: Sequence[str] = (),
 ) -> list[Array]:
-    """Return every output over all inputs."""
-    run = runner(master, master.plan, widths, master.outputs, kept)
+    """Return every output over all inputs, or other values."""
+    run = runner(master, master.plan, widths, names or master.outputs, kept)
     made: dict[str, list[Array]] = {}
     for feed in feeds:
         for name, value in run(feed).items():

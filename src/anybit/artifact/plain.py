@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from anybit.artifact import protobuf_scan
 from anybit.artifact.bounds import MOST_GROWTH
 from anybit.artifact.check import OLDEST, bytes_of, check_length, check_model, tensors_of
 from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, set_nodes, shaped
-from anybit.artifact.normalize import as_bytes, normalize
+from anybit.artifact.normalize import FOLDED, as_bytes, normalize
 from anybit.common.text import explaining
 from anybit.errors import FileError
 from anybit.graph.onnx_nodes import OPSET, computed, entries_of, outlined
@@ -190,22 +191,15 @@ def _settle_casts(model: OnnxModel) -> None:
             del node.input[1:]
 
 
-FOLDED = {
-    "Identity", "Transpose", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Concat", "Neg", "Sqrt",
-    "DequantizeLinear",
-    "Shape", "Slice", "Gather", "Expand", "ConstantOfShape", "Add", "Sub", "Mul", "Div",
-    "Range", "Where", "Equal", "Tile", "Pow", "Exp", "Log", "Sin", "Cos", "Abs", "Reciprocal", "Clip", "Floor", "Ceil",
-    "Min", "Max", "Less", "Greater", "Not", "Tanh", "Sigmoid", "Softmax", "MatMul", "Pad",
-}  # fmt: skip
-"""Operators that are done once, now, where all that comes in is constant: weights are found behind them."""
-
-
 def _fold_constants(model: OnnxModel) -> None:
     """Compute what depends on constants alone and stands between a stored tensor and its use."""
     held = {tensor.name: tensor for tensor in model.graph.initializer}
     outputs = {value.name for value in model.graph.output}
     kept, room = [], MOST_GROWTH
+    made: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+    same: dict[str, str] = {}  # branches often make the same of a weight that they share
     for node in model.graph.node:
+        node.input[:] = [same.get(name, name) for name in node.input]
         names = [name for name in node.input if name]
         known = node.op_type in FOLDED and names and all(name in held for name in names)
         arrays = {name: model.array(held[name]) for name in names} if known else {}
@@ -215,10 +209,16 @@ def _fold_constants(model: OnnxModel) -> None:
         if entries is None or room < 0:  # what is too large is refused by whoever looks at sizes
             kept.append(node)
             continue
-        value = computed(node, arrays)
-        tensor = model.tensor(np.asarray(value, order="C"), node.output[0])  # a number stays without dimensions
+        value = np.asarray(computed(node, arrays), order="C")  # a number stays without dimensions
+        first = made.setdefault((value.dtype.str, value.shape, sha256(value.tobytes()).digest()), node.output[0])
+        if first != node.output[0]:
+            same[node.output[0]] = first
+            continue
+        tensor = model.tensor(value, node.output[0])
         model.graph.initializer.append(tensor)
         held[tensor.name] = model.graph.initializer[-1]
     set_nodes(model.graph, kept)
+    for node in (node for part in all_graphs(model.graph) for node in part.node if same):
+        node.input[:] = [same.get(name, name) for name in node.input]
     used = names_in(model.graph) | outputs
     model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])

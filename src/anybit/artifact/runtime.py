@@ -163,6 +163,16 @@ def limit_memory(ort: Any, options: Any) -> None:
     options.add_session_config_entry("session.use_env_allocators", "1")
 
 
+def batch_advice(reason: str, feed: Mapping[str, Any]) -> str:
+    """Return what to do if a network failed on one example, inside of it: it may want several at once.
+
+    >>> batch_advice("Got invalid dimensions", {"x": np.zeros((1, 3))})
+    ''
+    """
+    alone = "while running" in reason and all(np.ndim(x) < 2 or len(x) == 1 for x in feed.values())
+    return "; if it takes several examples together, save them in one array with a further dimension in front" * alone
+
+
 def memory_advice(reason: str) -> str:
     """Return what to do about a run that failed, if it failed for want of working memory; else nothing.
 

@@ -25,7 +25,7 @@ from anybit.artifact.made_up import made_up_inputs, shapes_in
 from anybit.artifact.master import Master, open_master
 from anybit.artifact.prefer import ASKED, WEIGHTS, Notes, Times, check_preference, fastest, forms, interleaved
 from anybit.artifact.quantized_graph import quantized_graph
-from anybit.artifact.runtime import TYPES, compile_model, memory_advice
+from anybit.artifact.runtime import TYPES, batch_advice, compile_model, memory_advice
 from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.plan.numbers import Kept, Numbers
@@ -196,7 +196,7 @@ class Session:
         except DataError:
             raise
         except Exception as error:  # ONNX Runtime has no common base for its exceptions
-            advice = memory_advice(str(error))
+            advice = memory_advice(str(error)) or batch_advice(str(error), self._feed(x))
             raise DataError(
                 f"{self.master.path}: this input cannot be run ({printable(error, 300)}){advice}"
             ) from error

@@ -17,15 +17,20 @@ def weight_tensors(
     codes: Codes, name: str, into: OnnxModel, *, packed: bool = False, fused: bool = True
 ) -> list[TensorProto]:
     """Return the initializers of a weight for a model; `packed` stores up to 4 bits as INT4, two codes to a byte."""
-    if packed and fits_int4(codes):
-        values = TensorProto(name=f"{name}.codes", dims=codes.values.shape, data_type=TensorProto.INT4)
-        into.fill(values, pack_int4(codes.values))
-    else:
-        values = into.tensor(codes.values, f"{name}.codes")
+    offset = offset_of(codes) if packed else None
     # ONNX Runtime fuses a matrix product only if its weight has a zero, even if that is zero.
     others: dict[str, npt.NDArray[Any]] = {"scale": codes.scale, "zero": codes.zero}
     if not fused:
         others = {part: codes.along_axis(array).astype(np.float32) for part, array in others.items()}
+    if offset is None:
+        values = into.tensor(codes.values, f"{name}.codes")
+    else:
+        values = TensorProto(name=f"{name}.codes", dims=codes.values.shape, data_type=TensorProto.INT4)
+        into.fill(values, pack_int4(codes.values - offset))
+        if offset.any() and fused:
+            others["offset"] = offset
+        elif not fused:
+            others["zero"] = others["zero"] - offset.astype(np.float32)
     return [values, *(into.tensor(array, f"{name}.{part}") for part, array in others.items())]
 
 
@@ -41,9 +46,14 @@ def weight_nodes(codes: Codes, name: str, *, packed: bool = False, fused: bool =
         sub = helper.make_node("Sub", [cast.output[0], f"{name}.zero"], [f"{name}.centred"], name=f"{name}/Sub")
         return [cast, sub, helper.make_node("Mul", [sub.output[0], f"{name}.scale"], [name], name=f"{name}/Mul")]
     before = []
-    if packed and fits_int4(codes):
+    offset = offset_of(codes) if packed else None
+    if offset is not None and offset.any():
+        cast = helper.make_node("Cast", [source], [f"{name}.int32"], name=f"{name}/Cast.0", to=TensorProto.INT32)
+        add = helper.make_node("Add", [cast.output[0], f"{name}.offset"], [f"{name}.moved"], name=f"{name}/Add")
+        before, source = [cast, add], add.output[0]
+    if offset is not None:
         # ONNX Runtime folds this Cast when it loads; INT4 straight into DequantizeLinear would not fuse.
-        before = [helper.make_node("Cast", [source], [f"{name}.int8"], name=f"{name}/Cast", to=TensorProto.INT8)]
+        before += [helper.make_node("Cast", [source], [f"{name}.int8"], name=f"{name}/Cast", to=TensorProto.INT8)]
         source = f"{name}.int8"
     inputs = [source, f"{name}.scale", f"{name}.zero"]
     node = helper.make_node("DequantizeLinear", inputs, [name], name=f"{name}/DequantizeLinear")
@@ -80,9 +90,18 @@ def largest(codes: Codes) -> int:
     return max(-int(codes.values.min()), int(codes.values.max()))
 
 
-def fits_int4(codes: Codes) -> bool:
-    """Tell whether two codes fit in a byte."""
-    return codes.bits <= 4 and int(codes.values.min()) >= -8 and int(codes.values.max()) <= 7
+def offset_of(codes: Codes) -> npt.NDArray[np.int32] | None:
+    """Return what is to be added to numbers of 4 bits to get the codes, channel by channel; nothing if they have more.
+
+    >>> codes = Codes(np.array([[-15, 0], [0, 15]], np.int8), np.ones(2, np.float32), np.zeros(2, np.int8), 0, 4)
+    >>> offset_of(codes).tolist()
+    [[-7], [8]]
+    """
+    if codes.bits > 4:
+        return None
+    rest = tuple(d for d in range(codes.values.ndim) if d != codes.axis)
+    low, high = (np.asarray(end(axis=rest, keepdims=True), np.int32) for end in (codes.values.min, codes.values.max))
+    return np.zeros_like(low) if low.min() >= -8 and high.max() <= 7 else low + 8
 
 
 def pack_int4(values: Whole) -> npt.NDArray[np.uint8]:

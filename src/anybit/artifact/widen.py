@@ -12,8 +12,10 @@ from onnx import helper
 from anybit.artifact.coverage import counted, products
 from anybit.artifact.layers import complete
 from anybit.artifact.master import Master
+from anybit.artifact.model import OnnxModel
 from anybit.artifact.output_error import outputs_at
 from anybit.graph.from_onnx import read_onnx
+from anybit.graph.onnx_nodes import used_by
 from anybit.plan import widen
 from anybit.plan.numbers import Kept
 from anybit.plan.points import Plan
@@ -46,8 +48,23 @@ def widened(master: Master, joined: Sequence[Sequence[str]], feeds: Sequence[Fee
     model = complete(master)
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
     counts = counted(model, products(graph), feeds[0], where=str(master.path))
+    # What runs inside branches and loops, nobody sees how often: every weight counts once.
+    inside = [node for node in graph.nodes if node.kind == "inside"]
+    counts |= {node: sum(graph.constants[name].size for name in node.weights) for node in inside}
     kinds = {v.name: helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type) for v in master.graph.graph.input}
     shown = [feeds[i] for i in widen.chosen(len(feeds), sum(counts.values()))]
     some = [{name: np.asarray(feed[name], kind) for name, kind in kinds.items()} for feed in shown]
-    kept = Kept(2**28)
-    return widen.widened(graph, master.plan, joined, counts, lambda widths: outputs_at(master, some, widths, kept))
+    kept, judged = Kept(2**28), [*master.outputs, *(name for name in fed_to_loops(model) if name in graph.floating)]
+    return widen.widened(
+        graph, master.plan, joined, counts, lambda widths: outputs_at(master, some, widths, kept, judged)
+    )
+
+
+def fed_to_loops(model: OnnxModel) -> list[str]:
+    """Return what loops read that is computed outside of them.
+
+    What a loop makes of it says little by itself: one other letter, and all that follows is another text.
+    """
+    made = {name for node in model.graph.node for name in node.output}
+    loops = [node for node in model.graph.node if node.op_type in ("Loop", "Scan")]
+    return [name for name in dict.fromkeys(name for node in loops for name in used_by(node)) if name in made]

@@ -94,7 +94,7 @@ def _read(node: NodeProto, graph: Graph, sums: dict[str, NodeProto]) -> list[Nod
     if node.domain not in ("", "ai.onnx"):
         return [_other(node, value) for value in values]
     if next(subgraphs(node), None) is not None:
-        return [*_inside(node, graph, f"{values[0]}/"), *(_other(node, value) for value in values)]
+        return [*_inside(node, graph, f"{values[0]}/", {}), *(_other(node, value) for value in values)]
     new = Node("other", used_by(node), values[0], values[0], node, name=node.op_type)
     reader = _READERS.get(node.op_type)
     if reader is None or not reader(node, new, graph):
@@ -116,18 +116,28 @@ def _other(node: NodeProto, value: str) -> Node:
     return Node("other", used_by(node), value, value, node, name=node.op_type)
 
 
-def _inside(node: NodeProto, graph: Graph, prefix: str) -> list[Node]:
-    """Return the layers inside branches and loops: their weights are rounded, what they are fed stays as it is."""
+def _inside(node: NodeProto, graph: Graph, prefix: str, outside: dict[str, list[str]]) -> list[Node]:
+    """Return the layers inside branches and loops: their weights are rounded, what they are fed stays as it is.
+
+    `outside` has the layers inside that values around them come from.
+    """
     found = []
-    for inner in [n for graph in subgraphs(node) for n in graph.node]:
-        if inner.op_type in _LAYERS and inner.output:
-            new = Node("other", [], prefix + inner.output[0], prefix + inner.output[0], inner, name=inner.op_type)
-            _LAYERS[inner.op_type](inner, new, graph, {})
-            weights = new.weights or [name for name in inner.input[1:2] if name in graph.constants]
-            found.append(
-                Node("inside", [], new.output, new.path, node, axis=new.axis, groups=new.groups, weights=weights)
-            )
-        found += _inside(inner, graph, prefix)
+    for part in subgraphs(node):
+        behind = dict(outside)
+        for inner in part.node:
+            before = list(dict.fromkeys(layer for name in used_by(inner) for layer in behind.get(name, ())))
+            if inner.op_type in _LAYERS and inner.output:
+                new = Node("other", [], prefix + inner.output[0], prefix + inner.output[0], inner, name=inner.op_type)
+                _LAYERS[inner.op_type](inner, new, graph, {})
+                weights = new.weights or [name for name in inner.input[1:2] if name in graph.constants]
+                own = Node("inside", before, new.output, new.path, node, axis=new.axis, groups=new.groups)
+                own.weights = weights
+                found.append(own)
+                before = [new.output] if weights else before
+            nested = _inside(inner, graph, prefix, behind)
+            found += nested
+            before = [layer.output for layer in nested] or before
+            behind |= dict.fromkeys(inner.output, before)
     return found
 
 

@@ -213,6 +213,7 @@ def _read_recurrent(node: fx.Node, new: Node) -> None:
     parameters: Any = node.args[2]
     new.inputs = [value_name(node.args[0])]  # type: ignore[arg-type]
     new.weights = [value_name(p) for p in parameters if p.meta["val"].dim() == 2]
+    new.depth = int(node.args[4])  # type: ignore[arg-type]
 
 
 def _read_item(module: fx.GraphModule, node: fx.Node, new: Node) -> None:

@@ -54,7 +54,9 @@ class Node:
     stride: int = 1
     """Of a transposed convolution: of how many outputs one sees a given tap."""
     weights: list[str] = field(default_factory=list)
-    """Of a recurrent cell: its weights, each with outputs along `axis`."""
+    """Of a recurrent cell: its weights, each with outputs along `axis`, those of its first layer in front."""
+    depth: int = 1
+    """Of a recurrent cell: how many layers it has."""
 
     # function
     function: Callable[[Array], Array] | None = None

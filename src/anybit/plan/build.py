@@ -17,7 +17,7 @@ from anybit.plan.fold import bias_name, fold
 from anybit.plan.moments import Moments, propagate
 from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS, SIGNAL
 from anybit.plan.points import FLOORS, Activation, Bias, Left, Plan, Weight
-from anybit.plan.sites import Sites, find_sites, sensitive, signals
+from anybit.plan.sites import Sites, find_sites, inner_weights, sensitive, signals
 from anybit.plan.spectra import SPECTRUM, spectra
 from anybit.spec import FLOAT, NARROWEST, WIDEST, QuantSpec, Range
 
@@ -211,7 +211,7 @@ def _floors(graph: Graph, sites: Sites, settings: Settings) -> dict[str, tuple[i
     floors = {
         place: (floor, layers[nodes[0]])
         for place, nodes in (sites.weights | sites.activations).items()
-        if all(node in layers for node in nodes)
+        if all(node in layers and place not in inner_weights(node, layers[node]) for node in nodes)
     }
     wide, near = (max(floor, WIDEST), SIGNAL), signals(graph)
     values = {*sites.activations, *sites.accumulators}

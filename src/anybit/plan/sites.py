@@ -59,7 +59,7 @@ def find_sites(graph: Graph) -> Sites:
 def _operands(graph: Graph, node: Node) -> Iterator[tuple[str, int | None]]:
     """Yield what a product multiplies, each with the dimension that survives as output channels, were it a weight."""
     if node.kind in ("recurrent", "inside"):
-        yield from ((value, None) for value in node.inputs[:1])
+        yield from ((value, None) for value in node.inputs[:1] if node.kind == "recurrent")
         yield from ((weight, node.axis) for weight in node.weights)
         return
     for position, operand in enumerate(node.inputs[:2]):
@@ -79,7 +79,19 @@ def sensitive(graph: Graph) -> dict[Node, str]:
     behind = _without_others(graph.nodes[::-1], lambda node: [node.output], lambda node: [*node.inputs])
     depthwise = [n for n in graph.nodes if n.kind == "layer" and n.groups > 1 and _one_input(graph, n)]
     found = dict.fromkeys(depthwise, "depthwise layer") | dict.fromkeys(_gates(graph), "squeeze-and-excite layer")
-    return found | dict.fromkeys(behind, "last layer") | dict.fromkeys(before, "first layer")
+    found |= dict.fromkeys(behind, "last layer") | dict.fromkeys(before, "first layer")
+    return found | dict.fromkeys(before & behind, "first and last layer")
+
+
+def inner_weights(cell: Node, reason: str) -> list[str]:
+    """Return the weights of a recurrent cell of several layers that are not in the one which a reason is about.
+
+    >>> cell = Node("recurrent", [], "y", "y", weights=["a", "b", "c", "d"], depth=2)
+    >>> inner_weights(cell, "first layer"), inner_weights(cell, "first and last layer")
+    (['c', 'd'], [])
+    """
+    each = len(cell.weights) // cell.depth
+    return cell.weights[each * ("first" in reason) : len(cell.weights) - each * ("last" in reason)]
 
 
 def signals(graph: Graph) -> set[str]:

@@ -37,18 +37,22 @@ WORK = 5e10
 """How many multiplications all runs may take together, if one input each is less: a minute or so."""
 MOST_WORK = 2e12
 """How many one input each may take: where that is only a few runs, nothing is looked for."""
+MOST_NODES = 60_000
+"""How many nodes may be made ready to run at a width in all: a loop that was written out has thousands."""
 FEWEST = 4
 """With fewer looks at the outputs nothing is found."""
 FINE = 1e-4
 """A squared error of the outputs, relative to their spread, below which nothing is done."""
 COARSE = 1e-2
 """Above this, what sums hand on gets more bits too: that costs no multiplications, but time in the runtime."""
-ROUNDS = 2
-"""How often the worst points are looked for then: those that cost most at first hide others."""
+ROUNDS = (COARSE, 0.0)
+"""The worst points are looked for twice then: those of outputs that are off, and then of all, which they may hide."""
 STEPS = ((Bits(8, 8), WIDEST), (Bits(4, FLOAT), 8))
 """Widths at which points are looked at, and the width that those which cost most there never go below."""
 IMPROBABLE = 1e-6
 """Classes that are less probable than this are all the same."""
+LONE, RARE = 20.0, 10.0
+"""Numbers of such a multiple of the spread are giants, where that is such a multiple of what most are."""
 MEASURED = "measured error"
 """Why a point keeps more bits."""
 SUM = "sum, measured error"
@@ -200,6 +204,7 @@ def widened(
         )
     if not total or tries < FEWEST:
         return plan
+    tries = max(FEWEST, min(tries, MOST_NODES // len(graph.nodes)))
     units = [u for u in units_of(graph, plan, joined, counts) if sum(sizes[name] for name in u.products) <= most]
     look = _Widening(plan, outputs, sizes, tries)
     with contextlib.suppress(DataError):  # a network that does not run at some width keeps the plan that it has
@@ -230,26 +235,30 @@ class _Widening:
         sums = [Unit((p.name,), frozenset()) for p in plan.activations if p.kind == "accumulator" and p.ranges]
         other = _Widening(with_floors(plan, sums, WIDEST, SUM), self.outputs, self.sizes, self.tries)
         other.exact = self.exact
-        for _ in range(ROUNDS):
-            other._step(units, WIDEST, bits, dear=0)  # 8 bits are few here, and need all the room
+        for least in ROUNDS:
+            other._step(units, WIDEST, bits, dear=0, least=least)  # 8 bits are few here, and need all the room
         if sum(other._errors(other.plan.widths(bits))) < sum(self._errors(self.plan.widths(bits))):
             self.plan, self.taken = other.plan, other.taken
 
-    def _step(self, units: Sequence[Unit], floor: int, bits: Bits, dear: float = DEAR) -> None:
-        """Give the units that cost most at a width another floor, if that makes the error smaller."""
+    def _step(self, units: Sequence[Unit], floor: int, bits: Bits, dear: float = DEAR, least: float = 0.0) -> None:
+        """Give the units that cost most at a width another floor, if that makes the error smaller.
+
+        Outputs whose error is `least` or less do not count, unless all are.
+        """
         widths = self.plan.widths(bits)
         before = self._errors(widths)
         if max(before, default=0.0) <= FINE:
             return
+        least = least if max(before) > least else 0.0
 
         def share(widths: Widths) -> float:  # of all outputs alike: one may be off by far more than the others
-            return sum(new / old for new, old in zip(self._errors(widths), before, strict=True) if old > 0)
+            return sum(new / old for new, old in zip(self._errors(widths), before, strict=True) if old > least)
 
         narrow = [unit for unit in units if any(widths[name] == bits.weights for name in unit.names)]
         blamed = costs_most(narrow, lambda names: share(self.plain | {n: widths[n] for n in names}), self.tries)
         found = worth_it(blamed, self.sizes, self.taken, dear)
         plan = with_floors(self.plan, found, floor)
-        if found and share(plan.widths(bits)) < sum(old > 0 for old in before):
+        if found and share(plan.widths(bits)) < sum(old > least for old in before):
             self.plan = plan
             self.taken |= {output for unit in found for output in unit.products}
 
@@ -272,7 +281,8 @@ def relative_errors(exact: list[Array], found: list[Array]) -> list[float]:
     """Return the squared error of each output, relative to how far it spreads.
 
     Of whole numbers those that differ count; of an answer that became longer or shorter, all of it. Probabilities of
-    classes are compared by their logarithms: else the few examples that are near a tie would decide everything.
+    classes are compared by their logarithms: else the few examples that are near a tie would decide everything. So are
+    scores of which a few are giants, and most lie near the zero that decides.
 
     >>> relative_errors([np.array([1.0, -1.0]), np.array([1, 2])], [np.array([1.0, -2.0]), np.array([1, 3])])
     [0.5, 0.5]
@@ -284,6 +294,9 @@ def relative_errors(exact: list[Array], found: list[Array]) -> list[float]:
             continue
         if _sums_to_one(want):
             want, got = (np.log(np.maximum(x, IMPROBABLE)) for x in (want, got))
+        if _has_giants(want):
+            most = float(np.median(np.abs(want))) or 1.0
+            want, got = (np.arcsinh(x / most) for x in (want, got))
         if want.dtype.kind != "f":
             errors.append(float((want != got).mean()) if want.size else 0.0)
         else:
@@ -298,3 +311,15 @@ def _sums_to_one(x: Array) -> bool:
     if x.dtype.kind != "f" or x.ndim < 2 or x.shape[-1] < 2 or not x.size or not x.min() >= 0:
         return False
     return bool(np.abs(x.sum(-1, dtype=np.float64) - 1).max() < 1e-3)
+
+
+def _has_giants(x: Array) -> bool:
+    """Tell whether a few numbers of both signs make all of the spread.
+
+    >>> _has_giants(np.array([1.0, -1.0] * 5000 + [1e4])), _has_giants(np.array([1.0, -1.0] * 5000 + [10.0]))
+    (True, False)
+    """
+    if x.dtype.kind != "f" or not x.size or not x.min() < 0:
+        return False
+    size, spread = np.abs(x), float(x.std(dtype=np.float64))
+    return bool(size.max() > LONE * spread > LONE * RARE * np.median(size))

@@ -73,14 +73,17 @@ def _array(x: Tensor) -> Array:
 def _counts(body: fx.GraphModule, graph: Graph) -> dict[Node, int]:
     """Return the multiplications of each product for one input of the size that was captured."""
     shapes = {name: constant.shape for name, constant in graph.constants.items()}
-    batch = 1
-    for node in body.graph.nodes:
+    made = {value_name(node): node for node in body.graph.nodes}
+    # What a folded layer hands on is called like the batch norm that is gone.
+    made |= {node.output: node.origin for node in graph.nodes if isinstance(node.origin, fx.Node)}
+    for name, node in made.items():
         value = node.meta.get("val")
+        value = value[0] if isinstance(value, tuple | list) and value else value  # a recurrent cell's states come along
         if isinstance(value, Tensor):
             sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
-            if None not in sizes:
-                shapes[value_name(node)] = tuple(map(int, sizes))
-                batch = max(batch, sizes[0]) if node.op == "placeholder" and sizes else batch
+            shapes |= {name: tuple(map(int, sizes))} if None not in sizes else {}
+    firsts = [shapes[n.name][0] for n in body.graph.nodes if n.op == "placeholder" and shapes.get(n.name)]
+    batch = max([1, *firsts])
     known = [node for node in products(graph) if {*node.inputs[:2], *node.weights, node.output} <= shapes.keys()]
     return {node: multiplications(node, shapes) // batch for node in known}
 
