@@ -7,9 +7,6 @@ import copy
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from together import script_together
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -581,7 +579,6 @@ def test_bad_settings_get_a_sentence(options: dict[str, Any], message: str) -> N
 
 WORKER = """
 import sys, torch, torch.distributed as dist
-sys.path.insert(0, {tests!r})
 from test_any_width import Net, batch, closure_of, gradients, of_both, used
 from torch.nn.parallel import DistributedDataParallel
 
@@ -607,13 +604,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_two_processes_give_the_gradient_of_one(tmp_path: Path) -> None:
     """Half the batch each, with statistics that stay: the mean over the halves is the gradient of the batch."""
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(tests=str(Path(__file__).parent), out=str(tmp_path / "out.pt")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    script_together(tmp_path, WORKER.format(out=str(tmp_path / "out.pt")))
     torch.manual_seed(0)
     x, y = batch(16)
     model = used(Net(), x).eval()

@@ -18,6 +18,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from together import script_together
 from torch import Tensor
 
 from anybit.artifact.pictures import read_picture
@@ -641,13 +642,8 @@ sys.stdout.write(f"accuracy {results['validation_accuracy']}\\n")  # whole lines
 
 @pytest.mark.slow
 def test_the_recipe_for_imagenet_runs_in_two_processes(made: Path, tmp_path: Path) -> None:
-    script = tmp_path / "together.py"
-    script.write_text(TOGETHER)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [str(script), str(RECIPES / "imagenet-resnet18-base.toml"), str(made), str(tmp_path / "run")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, *words], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    words = [str(RECIPES / "imagenet-resnet18-base.toml"), str(made), str(tmp_path / "run")]
+    done = script_together(tmp_path, TOGETHER, *words)
     lines = [line for line in done.stdout.splitlines() if line.startswith("accuracy")]
     assert len(lines) == 2
     assert lines[0] == lines[1]

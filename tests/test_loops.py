@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_gradient import flat, grads, penalty_gradient, unchanged
+from together import script_together
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -444,7 +442,6 @@ def test_evaluation_between_steps_is_untouched() -> None:
 
 WORKER = """
 import contextlib, sys, torch, torch.distributed as dist, torch.nn.functional as F
-sys.path.insert(0, {tests!r})
 from test_loops import Net, batch
 from test_gradient import flat, grads
 from torch.nn.parallel import DistributedDataParallel
@@ -492,13 +489,7 @@ def test_two_processes_give_the_gradient_of_one(tmp_path: Path) -> None:
     With batch norm each process normalizes its own half, as DDP does without SyncBatchNorm: then the result is the
     mean over the halves, with the signs of the weights' gradient taken from that mean.
     """
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(tests=str(Path(__file__).parent), out=str(tmp_path / "out.pt")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    script_together(tmp_path, WORKER.format(out=str(tmp_path / "out.pt")))
     results = torch.load(tmp_path / "out.pt", weights_only=True)
     torch.manual_seed(0)
     model = Net(norm=False)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from together import script_together
 from torch import Tensor
 
 from anybit.cli import main
@@ -699,15 +700,7 @@ with placed() as place:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # on a machine with other work on it
 def test_processes_that_train_together_stop_and_go_on_together(tmp_path: Path) -> None:
-    script = tmp_path / "together.py"
-    script.write_text(TOGETHER)
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=800
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    script_together(tmp_path, TOGETHER, str(tmp_path))
     assert same(tmp_path / "cut", tmp_path / "whole")
     assert json.loads((tmp_path / "cut" / "run.json").read_text())["resumed_at"] == [7]
     assert (tmp_path / "cut" / "log.jsonl").read_bytes() == (tmp_path / "whole" / "log.jsonl").read_bytes()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_train import TINY, digits, straight
+from together import script_alone, script_together, together
 from torch import Tensor, nn
 
 from anybit.errors import RecipeError
@@ -182,15 +180,9 @@ with placed() as place:
 
 @pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path) -> None:
-    script = tmp_path / "together.py"
-    script.write_text(TOGETHER)
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = [str(script), str(tmp_path), "yes" if COMPILES else "no"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    for command in ([sys.executable, *words], [*torchrun, *words]):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+    words = [str(tmp_path), "yes" if COMPILES else "no"]
+    script_alone(tmp_path, TOGETHER, *words)
+    script_together(tmp_path, TOGETHER, *words)
 
     def lines(name: str, which: str, key: str) -> list[float]:
         return [line[key] for line in json.loads((tmp_path / f"{name}-{which}.json").read_text())]
@@ -216,13 +208,7 @@ def test_of_two_processes_one_speaks(tmp_path: Path) -> None:
     text = 'name = "a"\nepochs = 1\n[model]\nname = "small-conv"\nmultiplier = 0.25\n'
     text += '[data]\nname = "digits"\nbatch = 256\n'
     (tmp_path / "a.toml").write_text(text + "[speed]\nchannels_last = true\naccumulate = 2\n")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = ["-m", "anybit", "train", "a.toml"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    done = together(["-m", "anybit", "train", "a.toml"], cwd=tmp_path)
     assert done.stdout.count("validation accuracy") == 1
     assert done.stderr.count("has no table [penalty]") == 1
     assert "strides" not in done.stderr

@@ -4,9 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from together import script_alone, script_together
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
@@ -572,15 +570,8 @@ with placed() as place:
 
 @pytest.mark.slow
 def test_processes_that_train_together_take_the_steps_of_one(tmp_path: Path) -> None:
-    script = tmp_path / "together.py"
-    script.write_text(TOGETHER)
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    alone = [sys.executable, str(script), str(tmp_path)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    for command in (alone, [*torchrun, str(script), str(tmp_path)]):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+    script_alone(tmp_path, TOGETHER, str(tmp_path))
+    done = script_together(tmp_path, TOGETHER, str(tmp_path))
     one, first, second = (load_file(tmp_path / f"linear-{rank}.safetensors") for rank in ("0-of-1", "0-of-2", "1-of-2"))
     assert same(first, second)
     for name, value in one.items():  # 46 examples are two times 23: the mean of two means is the mean of all

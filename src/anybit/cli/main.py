@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -108,7 +109,19 @@ def main(argv: list[str] | None = None) -> None:
             if debug:
                 raise KeyboardInterrupt from stop
             errors.print("interrupted", style="red")
+        _leave(stop.code)
         raise
+
+
+def _leave(code: str | int | None) -> None:
+    """End a process that torchrun started at once, with the exit code it has earned.
+
+    On a busy machine, a thread of gloo that lets go of its last work after Python's own end aborts the process.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(code, str):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or OK)
 
 
 def _warn(message: Warning | str, category: type[Warning], *where: object, **rest: object) -> None:
