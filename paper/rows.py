@@ -84,17 +84,25 @@ SLOW = {"speed.compile": False}
 the gradient in its log."""
 
 
+AVERAGED = TableRow(
+    "any-width-averaged",
+    "Any width + kurtosis, averaged weights",
+    {"penalty.any_width": True, "penalty.kurtosis": 0.1, "optimizer.average": 0.99},
+)
+"""What `anybit train` does unless told otherwise."""
+
+
 def _converged() -> tuple[TableRow, ...]:
     strong = TableRow("l1-strong", "L1 regularization, stronger", {}, Knob(LAMBDA), tolerance=STRONG, trials_of="l1")
-    known = {row.name: row for row in (*ROWS, strong)}
+    known = {row.name: row for row in (*ROWS, strong, AVERAGED)}
     fast = ("kurtosis", "dq")
-    names = ("none", "l1", "kurtosis", "l1+kurtosis", "l1-strong", "l2", "ste-4-4", "dq", "ste-8-4", "ste-6-4")
-    rows = (known[name] for name in names)
+    names = "none l1 any-width-averaged kurtosis l1+kurtosis l1-strong l2 ste-4-4 dq ste-8-4 ste-6-4"
+    rows = (known[name] for name in names.split())
     return tuple(row if row.name in fast else replace(row, changes={**row.changes, **SLOW}) for row in rows)
 
 
 CONVERGED_ROWS = _converged()
-"""For networks that were trained to the end: the paper's rows, kurtosis, and l1 with kurtosis."""
+"""For networks that were trained to the end: the paper's rows, kurtosis, l1 with kurtosis, the any-width objective."""
 
 
 def _any_width() -> tuple[TableRow, ...]:
@@ -110,11 +118,7 @@ def _any_width() -> tuple[TableRow, ...]:
     return (
         known["none"],
         TableRow("any-width", "Any width + kurtosis", {"penalty.any_width": True, "penalty.kurtosis": 0.1}),
-        TableRow(
-            "any-width-averaged",
-            "The same, averaged weights",
-            {"penalty.any_width": True, "penalty.kurtosis": 0.1, "optimizer.average": 0.99},
-        ),
+        replace(AVERAGED, label="The same, averaged weights"),
         TableRow("any-width-alone", "Any width", {"penalty.any_width": True}),
         TableRow(
             "l1+kurtosis", "L1 + kurtosis", by_network={n: dict(zip(both, v, strict=True)) for n, v in kurtosis.items()}

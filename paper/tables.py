@@ -45,11 +45,13 @@ SETTINGS = {
 }
 """The ways to quantize, by name: add one here and only that is measured, from the stored checkpoints."""
 
-ANY_WIDTH_SETTINGS = {
-    **{name: replace(setting, validated=False) for name, setting in SETTINGS.items()},
+WITH_DEFAULT = {
+    **SETTINGS,
     "default": Setting({"preset": "default"}, (Bits(8, 8), *WIDTHS[1:], Bits(2, 8)), validated=False),
 }
 """Those of the paper's table, and what `prepare` does unless told otherwise."""
+
+ANY_WIDTH_SETTINGS = {name: replace(setting, validated=False) for name, setting in WITH_DEFAULT.items()}
 
 IMAGENET_SETTINGS = {
     "per-tensor": Setting(widths=IMAGENET_WIDTHS),
@@ -128,7 +130,7 @@ def find_table(name: str, scale: str, **places: Any) -> Table:
     if scale == "any-width":
         parts: dict[str, Any] = {"rows": ANY_WIDTH_ROWS, "settings": ANY_WIDTH_SETTINGS, "tested": 5_000}
         return replace(table, networks=("vgg-like", "resnet18", "mobilenet-v2"), one_start=True, **parts)
-    return replace(table, rows=CONVERGED_ROWS) if scale == "converged" else table
+    return replace(table, rows=CONVERGED_ROWS, settings=WITH_DEFAULT) if scale == "converged" else table
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
