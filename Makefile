@@ -15,7 +15,7 @@ demo: $(LIGHT)
 
 # A process per core, each on one thread: most tests are too small to share.
 test: check
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -23,6 +23,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have long tests, so that no process is left alone with one at the end."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    first = sorted((item for item in items if item.path in long), key=lambda item: item.path, reverse=True)
+    items[:] = [*first, *(item for item in items if item.path not in long)]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say in one line what is missing on this machine and how many tests were left out for it."""
     reasons = [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", [])]

@@ -69,7 +69,8 @@ def agreement(got: Array, want: Array) -> float:
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name != "resnet18"])
 def test_simulation_and_runtime_agree(name: str) -> None:
-    for (weights, activations), (agree, differs, most) in zip(WIDTHS, compare(name, WIDTHS, N), strict=True):
+    widths = WIDTHS if name != "mobilenetv2" else [(8, 8), (4, 4)]  # it takes longer than all the others together
+    for (weights, activations), (agree, differs, most) in zip(widths, compare(name, widths, N), strict=True):
         where = f"W{weights}A{activations}: {agree:.4f} agree, {differs:.4f} differ, by at most {most:.1e}"
         assert agree >= 0.999, where
         assert differs <= 0.25, where

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -173,6 +175,26 @@ def test_tied_weights_stay_tied() -> None:
         table.mul_(2.0)
         model.table.weight.mul_(2.0)
         torch.testing.assert_close(net(tokens), model(tokens))
+
+
+def test_a_table_is_rounded_row_by_row_in_network_and_file_alike(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 11, (4, 5))
+    net = anybit.prepare(Tied(), tokens, calibration=[tokens])
+    (table,) = (point for point in net.plan.weights if point.shape == (11, 8))
+    assert (table.axis, table.floor, table.because) == (0, 8, "lookup table")
+    anybit.save(net, tmp_path / "m.onnx")
+    session = anybit.load(tmp_path / "m.onnx")
+    exact = net(tokens).detach().numpy()
+    for bits in ({"weights": 8, "activations": 8}, {"weights": 4, "activations": 32}):
+        net.set_bits(**bits)
+        session.set_bits(**bits)
+        rounded = weights(net)[table.name]().detach()
+        assert not torch.equal(rounded, net.weights[table.name])
+        assert all(len(set(row.tolist())) > 4 for row in rounded)  # 8 bits, whatever the others have
+        got = net(tokens).detach().numpy()
+        np.testing.assert_allclose(session.run(tokens.numpy()), got, atol=1e-5)
+        assert np.abs(got - exact).max() > 0
 
 
 def test_what_meets_in_a_concatenation_shares_one_grid() -> None:

@@ -129,21 +129,39 @@ def test_made_up_inputs_lie_where_pictures_would(tmp_path: Path) -> None:
     assert highest["0-255"] / highest["0-1"] == pytest.approx(255, rel=0.01)
 
 
-def table_and_layer() -> onnx.ModelProto:
+def table_and_layer(operator: str = "Gather") -> onnx.ModelProto:
     """A table of 100 x 8 numbers and a layer of 8 x 8."""
     net = Net(0)
     ids = net.input("ids", np.array([[1, 2, 3]]), ["n", "length"])
-    net.output(net.dense(net.node("Tanh", net.node("Gather", net.hold(net.draw(100, 8)), ids)), 8, 8))
+    where = ids if operator == "Gather" else net.node("Unsqueeze", ids, net.hold(np.array([2])))
+    net.output(net.dense(net.node("Tanh", net.node(operator, net.hold(net.draw(100, 8)), where)), 8, 8))
     return net.model()
 
 
 def test_what_stays_in_floating_point_is_told_and_warned_of(tmp_path: Path) -> None:
-    onnx.save(table_and_layer(), tmp_path / "plain.onnx")
+    onnx.save(table_and_layer("GatherND"), tmp_path / "plain.onnx")
     said = call(adopt, tmp_path / "plain.onnx", "--out", tmp_path / "m.onnx").output
     assert "quantized: 7% of the weights (1 tensor) and 100% of the multiplications" in said
     assert "warning: less than half of the weights" in said
-    assert "stays in floating point: 93% of the weights, tables that something is looked up in (Gather)" in said
+    assert "stays in floating point: 93% of the weights, tables that something is looked up in (GatherND)" in said
     assert "ranges: 1 from " in said
+
+
+def test_a_table_of_words_is_quantized_and_keeps_eight_bits(tmp_path: Path) -> None:
+    onnx.save(table_and_layer(), tmp_path / "plain.onnx")
+    said = call(adopt, tmp_path / "plain.onnx", "--out", tmp_path / "m.onnx").output
+    assert "quantized: 100% of the weights (2 tensors) and 100% of the multiplications" in said
+    assert "kept at 8 bits or more (lookup table): " in said
+    (table,) = (weight for weight in open_master(tmp_path / "m.onnx").plan.weights if weight.shape == (100, 8))
+    assert (table.axis, table.floor, table.because) == (0, 8, "lookup table")
+    session = anybit.load(tmp_path / "m.onnx")
+    ids = np.arange(100)[None]
+    exact = session.run(ids)
+    session.set_bits(weights=4, activations=8)
+    assert np.abs(session.run(ids) - exact).max() < 0.02 * np.abs(exact).max()
+    anybit.export(tmp_path / "m.onnx", tmp_path / "w4a8.onnx", weights=4, activations=8)
+    stored = {t.name: t.data_type for t in onnx.load(tmp_path / "w4a8.onnx").graph.initializer if t.dims == [100, 8]}
+    assert list(stored.values()) == [TensorProto.INT8]
 
 
 def test_that_nothing_made_up_runs_is_told(tmp_path: Path) -> None:

@@ -202,6 +202,26 @@ def test_a_process_that_was_given_up_says_so_and_goes_on(tmp_path: Path) -> None
     assert said == ["1: done, but this process was silent for so long that another one took it up"]
 
 
+def test_a_trial_that_two_processes_were_given_and_both_put_aside_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite may give the same trial to two processes; where neither wants it, the other one says so first."""
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    mine = trials(url)
+    other, wanted = optuna.load_study(study_name="study a", storage=url), mine._wanted
+
+    def with_another(trial: Any) -> bool:
+        if not (found := wanted(trial)):
+            other.tell(trial.number, state=optuna.trial.TrialState.PRUNED)
+        return found
+
+    monkeypatch.setattr(mine, "_wanted", with_another)
+    for value in (1.0, 1.0):
+        mine.study.enqueue_trial({"value": value}, user_attrs={"value": value})
+    assert mine.run([1.0]) == {1.0: 0.1}
+    assert [trial.state.name for trial in mine.study.get_trials()] == ["COMPLETE", "PRUNED"]
+
+
 def test_one_that_waits_says_so_once_and_takes_up_what_is_left(tmp_path: Path) -> None:
     url, said = f"sqlite:///{tmp_path / 'x.db'}", list[str]()
     dead = started(url, "stuck")

@@ -261,6 +261,17 @@ def _concat(node: NodeProto, new: Node, graph: Graph) -> bool:
     return True
 
 
+def _table(node: NodeProto, new: Node, graph: Graph) -> bool:
+    """Read a lookup in a constant: words or letters by their number. What a constant chooses is only cut out."""
+    table = graph.constants.get(node.input[0])
+    if table is None or table.ndim < 2 or table.dtype.kind != "f" or node.input[1] in graph.constants:
+        return False
+    if attributes(node).get("axis", 0) % table.ndim:
+        return False
+    new.kind, new.inputs, new.weights = "table", [node.input[1]], [node.input[0]]
+    return True
+
+
 _READERS: dict[str, Callable[[NodeProto, Node, Graph], bool]] = {
     **dict.fromkeys(FUNCTIONS, _function),
     **dict.fromkeys(("Add", "Sub", "Mul", "Div"), _arithmetic),
@@ -268,6 +279,7 @@ _READERS: dict[str, Callable[[NodeProto, Node, Graph], bool]] = {
     **dict.fromkeys(("LayerNormalization", "InstanceNormalization", "GroupNormalization"), _standard),
     "PRelu": _slopes,
     "Concat": _concat,
+    "Gather": _table,
 }
 
 

@@ -171,6 +171,8 @@ def _read(module: fx.GraphModule, node: fx.Node, graph: Graph) -> Node:
         new.kind, new.inputs = "product", [value_name(node.args[i]) for i in PRODUCTS[target]]  # type: ignore[arg-type]
     elif target in RECURRENT:
         _read_recurrent(node, new)
+    elif target is aten.embedding.default and inputs[0] in graph.constants:
+        new.kind, new.inputs, new.weights = "table", inputs[1:2], inputs[:1]
     elif target is operator.getitem:
         _read_item(module, node, new)
     elif target is aten.cat.default:

@@ -15,6 +15,7 @@ not know is of the kind "other": it stays in floating point.
     standard  layer norm, group norm: an output of known mean and spread
     recurrent LSTM, GRU: a loop with weights
     inside    a layer inside a branch or a loop, of which only the weights matter
+    table     rows of a constant, chosen by the input
     other     anything else
 """
 
@@ -54,7 +55,8 @@ class Node:
     stride: int = 1
     """Of a transposed convolution: of how many outputs one sees a given tap."""
     weights: list[str] = field(default_factory=list)
-    """Of a recurrent cell: its weights, each with outputs along `axis`, those of its first layer in front."""
+    """Of a recurrent cell: its weights, each with outputs along `axis`, those of its first layer in front. Of a table:
+    itself."""
     depth: int = 1
     """Of a recurrent cell: how many layers it has."""
 

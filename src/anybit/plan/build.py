@@ -213,6 +213,8 @@ def _floors(graph: Graph, sites: Sites, settings: Settings) -> dict[str, tuple[i
         for place, nodes in (sites.weights | sites.activations).items()
         if all(node in layers and place not in inner_weights(node, layers[node]) for node in nodes)
     }
+    tables = [name for name, nodes in sites.weights.items() if any(node.kind == "table" for node in nodes)]
+    floors |= dict.fromkeys(tables, (floor, "lookup table"))
     wide, near = (max(floor, WIDEST), SIGNAL), signals(graph)
     values = {*sites.activations, *sites.accumulators}
     floors |= dict.fromkeys(near & values, wide) | dict.fromkeys(spectra(graph) & values, (FLOAT, SPECTRUM))

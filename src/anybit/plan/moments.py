@@ -411,6 +411,15 @@ def _layer(graph: Graph, node: Node, moments: dict[str, Moments], n: float) -> M
     return replace(found, axis=1 if node.convolution else graph.rank(node.output) - 1)
 
 
+def _looked_up(graph: Graph, node: Node, moments: dict[str, Moments], n: float) -> Moments | None:
+    """Look at all rows of a table; which of them come how often nobody knows."""
+    rows = np.asarray(graph.constants[node.weights[0]], np.float64)
+    if rows.ndim != 2 or not rows.size:
+        return None
+    ends = rows.min(0), rows.max(0)
+    return Moments(rows.mean(0), rows.var(0), *ends, f"table {node.path}{ESTIMATED}", graph.rank(node.output) - 1)
+
+
 def _handed_on(graph: Graph, node: Node, moments: dict[str, Moments], n: float) -> Moments | None:
     x = moments.get(node.inputs[0])
     if x is None or node.follow is stays:
@@ -434,6 +443,7 @@ _APPLY: dict[str, Callable[[Graph, Node, dict[str, Moments], float], Moments | N
     **dict.fromkeys(_PLAIN, _arithmetic),
     "concat": _concat,
     "layer": _layer,
+    "table": _looked_up,
     "pass": _handed_on,
     "average": _handed_on,
 }

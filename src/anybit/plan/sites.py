@@ -1,4 +1,4 @@
-"""Where a network is quantized: the weights, the values that feed a product, and what convolutions hand to sums."""
+"""Where a network is quantized: weights and tables, the values that feed a product, what convolutions hand to sums."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def find_sites(graph: Graph) -> Sites:
     """
     sites, makers = Sites(), graph.makers()
     for node in graph.nodes:
-        if node.kind not in PRODUCTS:
+        if node.kind not in PRODUCTS and node.kind != "table":
             continue
         for operand, axis in _operands(graph, node):
             found = list(dict.fromkeys(origins(graph, operand, axis, makers)))
@@ -58,7 +58,7 @@ def find_sites(graph: Graph) -> Sites:
 
 def _operands(graph: Graph, node: Node) -> Iterator[tuple[str, int | None]]:
     """Yield what a product multiplies, each with the dimension that survives as output channels, were it a weight."""
-    if node.kind in ("recurrent", "inside"):
+    if node.kind in ("recurrent", "inside", "table"):
         yield from ((value, None) for value in node.inputs[:1] if node.kind == "recurrent")
         yield from ((weight, node.axis) for weight in node.weights)
         return

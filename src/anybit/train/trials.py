@@ -92,9 +92,11 @@ class Trials:
     def _take_one(self) -> None:
         """Make the trial that is first in the queue, while Optuna gives signs of life."""
         made: list[float] = []
+        unwanted: list[int] = []
 
         def make(trial: Any) -> float:
             if not self._wanted(trial):
+                unwanted.append(trial.number)
                 raise self.optuna.TrialPruned
             value = trial.suggest_float("value", 0.0, LARGEST)
             accuracy = self.attempt(value)
@@ -105,6 +107,8 @@ class Trials:
             try:
                 self.study.optimize(make, n_trials=1)
             except (ValueError, AssertionError, self.optuna.exceptions.UpdateFinishedTrialError):
+                if unwanted:  # SQLite gave it to two processes, and the other one has put it aside already
+                    return
                 if not made:  # it is an error of the trial itself
                     raise
                 self.say(f"{made[0]:g}: done, but this process was silent for so long that another one took it up")
