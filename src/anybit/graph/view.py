@@ -151,6 +151,8 @@ def origins(graph: Graph, value: str, axis: int | None, makers: dict[str, Node])
             yield from origins(graph, part, None, makers)
     elif node.kind == "pass":
         yield from origins(graph, node.inputs[0], _before(graph, node, axis), makers)
+    elif node.kind == "table":  # its rows are rounded already, each on a grid of its own
+        yield node.weights[0], 0
     else:
         yield value, axis
 

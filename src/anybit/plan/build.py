@@ -249,8 +249,9 @@ def _biases(
         tensor = graph.bias(layer) if layer.kind == "layer" else None
         if tensor is None or layer.inputs[1] not in sites.weights:
             continue
-        sources = [names.get(value) for value, _ in origins(graph, layer.inputs[0], None, makers)]
-        source = sources[0] if sources and None not in sources else None
+        fed = [value for value, _ in origins(graph, layer.inputs[0], None, makers)]
+        # Rows of a table have scales of their own, so that no one unit fits all.
+        source = names.get(fed[0]) if fed and all(v in names and v not in sites.weights for v in fed) else None
         name = _fresh(tensor, set(layers) | set(names.values()))
         x = moments.get(layer.inputs[0])
         mean = None if x is None else _input_mean(graph, layer, x)

@@ -35,9 +35,10 @@ def find_sites(graph: Graph) -> Sites:
     An activation is taken at the place where its values arise, before pooling by maximum, reshaping and
     concatenation, so that a value that feeds several layers is quantized once.
     """
-    sites, makers = Sites(), graph.makers()
+    sites, makers, coming = Sites(), graph.makers(), _coming_in(graph)
     for node in graph.nodes:
-        if node.kind not in PRODUCTS and node.kind != "table":
+        # What is always looked up at the same places, such as positions, is a constant that happens to lie in a table.
+        if node.kind not in PRODUCTS and not (node.kind == "table" and node.inputs[0] in coming):
             continue
         for operand, axis in _operands(graph, node):
             found = list(dict.fromkeys(origins(graph, operand, axis, makers)))
@@ -54,6 +55,15 @@ def find_sites(graph: Graph) -> Sites:
     sites.joined = _merged(sites.joined)
     sites.accumulators = set(_accumulators(graph, sites, graph.users()))
     return sites
+
+
+def _coming_in(graph: Graph) -> set[str]:
+    """Return the values that depend on what comes into a network, not only on its size."""
+    found = set(graph.inputs)
+    for node in graph.nodes:
+        if node.name not in ("Shape", "Size") and any(name in found for name in node.inputs):
+            found.add(node.output)
+    return found
 
 
 def _operands(graph: Graph, node: Node) -> Iterator[tuple[str, int | None]]:
