@@ -216,7 +216,7 @@ def summary(plan: Plan, found: Coverage) -> list[str]:
     lines += _ranges(plan)
     lines += [f"stays in floating point: {_percent(part)} of the weights, {why}" for why, part in found.floating[:4]]
     left = Counter(entry.reason for entry in plan.left)
-    lines += [f"stays in floating point: {reason} ({count} times)" for reason, count in left.most_common(4)]
+    lines += [f"stays in floating point: {reason} ({_times(count)})" for reason, count in left.most_common(4)]
     return lines + _wide(plan, found)
 
 
@@ -250,6 +250,10 @@ def _ranges(plan: Plan) -> list[str]:
             f"without a range, so in floating point: {len(unknown)} values, such as {printable(unknown[0], 60)}"
         )
     return lines
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _percent(share: float) -> str:
