@@ -59,12 +59,8 @@ def outputs_of(session: Session, x: Mapping[str, Array], *, finite: bool = True)
     for name, array in outputs.items():
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiubO":
             raise DataError(f"output {name!r} holds no numbers and no text, so nothing can be said about it")
-        if (
-            finite
-            and array.dtype.kind != "O"
-            and array.size
-            and not (math.isfinite(array.min()) and math.isfinite(array.max()))
-        ):
+        floats = array.size and array.dtype.kind == "f"
+        if finite and floats and not (math.isfinite(array.min()) and math.isfinite(array.max())):
             raise DataError(f"at {used} the output {name!r} is not finite; try a wider width or another input")
     return outputs, used
 

@@ -86,7 +86,7 @@ def _settled(model: onnx.ModelProto, *, where: str, strict: bool) -> tuple[dict[
     """Compute small constants until no more sizes come to light; return the sizes of all values, and what is text."""
     shapes, texts = _shapes(model, where=where, strict=strict)
     for _ in range(_ROUNDS):
-        if not _fold(model, shapes, where=where):
+        if not _fold(model, shapes, texts, where=where):
             break
         shapes, texts = _shapes(model, where=where, strict=strict)
     return shapes, texts
@@ -158,8 +158,11 @@ def _take_constants(graph: GraphProto) -> None:
     set_nodes(graph, kept)
 
 
-def _fold(model: onnx.ModelProto, shapes: Mapping[str, Sizes], *, where: str) -> bool:
-    """Replace nodes that make small constants by what they make; return whether there were any."""
+def _fold(model: onnx.ModelProto, shapes: Mapping[str, Sizes], texts: set[str], *, where: str) -> bool:
+    """Replace nodes that make small constants by what they make; return whether there were any.
+
+    Text stays out of it: a few entries may be long.
+    """
     graph = model.graph
     held = {
         t.name: t
@@ -174,7 +177,7 @@ def _fold(model: onnx.ModelProto, shapes: Mapping[str, Sizes], *, where: str) ->
             ends = {a.name: a.i for a in node.attribute}
             made[node.output[0]] = np.array(sizes, np.int64)[slice(ends.get("start"), ends.get("end"))]
         elif _is_fixed(node) and all(name in known for name in node.input if name):
-            if not all(_is_small(shapes.get(name)) for name in node.output if name):
+            if not all(_is_small(shapes.get(name)) and name not in texts for name in node.output if name):
                 continue
             nodes.append(node)
             known.update(node.output)
