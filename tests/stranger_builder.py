@@ -35,9 +35,10 @@ class Case:
 class Net:
     """A graph on its way. Every method that makes a value returns its name."""
 
-    def __init__(self, seed: int, *, opset: int = 17, ir: int = 8) -> None:
+    def __init__(self, seed: int, *, opset: int = 17, ir: int = 8, ml: int = 1) -> None:
         self.rng = np.random.default_rng(seed)
         self.opset, self.ir = opset, ir
+        self.versions = {"ai.onnx.ml": ml}
         self.nodes: list[onnx.NodeProto] = []
         self.held: list[onnx.TensorProto] = []
         self.inputs: list[onnx.ValueInfoProto] = []
@@ -79,7 +80,7 @@ class Net:
     def input(self, name: str, value: Array, shape: Shape = ...) -> str:  # type: ignore[assignment]
         """Declare an input, with the shape of its sample unless another is given; `None` declares no shape."""
         self.feed[name] = value
-        kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+        kind = TensorProto.STRING if value.dtype.kind == "U" else helper.np_dtype_to_tensor_dtype(value.dtype)
         declared = list(value.shape) if shape is ... else shape
         self.inputs.append(helper.make_tensor_value_info(name, kind, declared))
         return name
@@ -134,7 +135,7 @@ class Net:
         graph = self.graph()
         domains = {node.domain for node in self.nodes} | {f.domain for f in self.functions} | {"com.microsoft"}
         versions = [helper.make_opsetid("", self.opset)]
-        versions += [helper.make_opsetid(domain, 1) for domain in sorted(domains - {""})]
+        versions += [helper.make_opsetid(domain, self.versions.get(domain, 1)) for domain in sorted(domains - {""})]
         model = helper.make_model(graph, opset_imports=versions, producer_name="stranger", functions=self.functions)
         model.ir_version = self.ir
         return model

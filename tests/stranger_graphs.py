@@ -11,6 +11,7 @@ from stranger_builder import Cases, Net
 from stranger_layers import LAYERS
 from stranger_loops import LOOPS
 from stranger_sound import SOUND
+from stranger_texts import TEXTS
 
 CASES = Cases()
 
@@ -300,3 +301,4 @@ def names_with_dots(net: Net) -> None:
 CASES.update(LAYERS)
 CASES.update(LOOPS)
 CASES.update(SOUND)
+CASES.update(TEXTS)

@@ -16,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, numpy_helper
+from stranger_builder import Net
+from stranger_graphs import CASES
 from test_artifact_small import MODEL, PLAN, header_with, small_master, with_weights
 
+from anybit.artifact.adopt import adopt
 from anybit.artifact.export import NOTE, export
 from anybit.artifact.master import Master, open_master, write_master
 from anybit.artifact.model import OnnxModel
@@ -155,6 +158,47 @@ def test_any_number_type_and_batch_size(tmp_path: Path) -> None:
     for n in (0, 1, 5):
         np.testing.assert_allclose(session.run(X[:n]), want[:n], rtol=1e-5, atol=1e-5)
     assert session.run(np.ones((2, 1, 6, 6), np.int64)).shape == (2, 3)
+
+
+def test_text_is_taken_in_every_form_that_python_has(tmp_path: Path) -> None:
+    onnx.save(CASES["text_in"].build(), tmp_path / "plain.onnx")
+    adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx")
+    session = load(tmp_path / "m.onnx")
+    session.set_bits(weights=4, activations=8)
+    words = [["ant", "été"], ["yak", "bee"]]
+    want = session.run(np.array(words))
+    assert want.shape == (2, 4)
+    assert not np.allclose(want, session.run([["bee", "été"], ["yak", "ant"]]), atol=1e-3)
+    for same in (words, np.array(words, object), {"words": np.array(words).T.copy().T}):
+        np.testing.assert_array_equal(session.run(same), want)
+    feed = session.example()
+    assert set(feed["words"].ravel()) <= {"ant", "bee", "cat", "dog", "eel", "été"}
+    for wrong, got in (
+        (np.ones((1, 2)), "float64"),
+        ([["ant", None]], "objects that are no strings"),
+        ([[b"a"]], "S1"),
+    ):
+        with pytest.raises(DataError, match=rf"input 'words' takes text; got .*{got}"):
+            session.run(wrong)
+    with pytest.raises(DataError, match=r"input 'words' has the shape N x N; got \[1\]"):
+        session.run(["ant"])
+
+
+def test_a_master_with_many_long_words_opens(tmp_path: Path) -> None:
+    """More than a megabyte of text is no large array, and has a field for each word."""
+    net = Net(0, opset=19, ir=9)
+    words = [f"{i:099d}" for i in range(11_000)]
+    held = net.hold(np.array(words, object))
+    same = net.node("Cast", net.node("Equal", net.input("words", np.array([["a"]]), ["n", 1]), held), to=1)
+    net.output(net.dense(net.node("ReduceSum", same, net.hold(np.array([1]))), 1, 3))
+    onnx.save(net.model(), tmp_path / "plain.onnx")
+    adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx")
+    session = load(tmp_path / "m.onnx")
+    found = session.run([[words[7]], ["7"]])
+    assert np.abs(found[0]).max() > 1e-3
+    assert np.abs(found[1]).max() == 0
+    kept = [t for t in onnx.load(tmp_path / "m.onnx").graph.initializer if t.data_type == TensorProto.STRING]
+    assert [list(tensor.string_data) for tensor in kept] == [[word.encode() for word in words]]
 
 
 def test_inputs_that_do_not_fit_are_explained(tmp_path: Path) -> None:

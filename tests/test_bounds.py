@@ -15,8 +15,9 @@ import onnx
 import pytest
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from anybit.artifact.bounds import MOST_GROWTH, check_sizes
+from anybit.artifact.bounds import LONGEST_TEXT, MOST_GROWTH, check_sizes
 from anybit.artifact.check import MOST_NODES, MOST_PARTS
+from anybit.artifact.model import OnnxModel
 from anybit.artifact.plain import read_plain
 from anybit.artifact.runtime import MEMORY_SETTING as SETTING
 from anybit.artifact.runtime import memory_limit
@@ -126,6 +127,83 @@ def test_constants_are_not_computed_to_find_out_that_they_are_too_large(way: str
         assert tracemalloc.get_traced_memory()[1] < 1e8
     finally:
         tracemalloc.stop()
+
+
+TEXTS: dict[str, tuple[list[NodeProto], str]] = {
+    "Expand": ([node("Expand", ["t", "sizes"], ["many"]), node("Equal", ["many", "t"], ["b"])], "constants alone"),
+    "Tile": ([node("Tile", ["t", "sizes"], ["many"]), node("Equal", ["many", "t"], ["b"])], "constants alone"),
+    "Gather": ([node("Gather", ["t", "zeros"], ["many"]), node("Equal", ["many", "t"], ["b"])], "constants alone"),
+    "StringConcat": (
+        [
+            *(node("StringConcat", [f"t{i}" if i else "t"] * 2, [f"t{i + 1}"]) for i in range(40)),
+            node("Equal", ["t40", "t"], ["b"]),
+        ],
+        "would be a text of 80000 bytes",
+    ),
+    "a text in a node": (
+        [
+            node("Constant", [], ["long"], value_string="x" * 100_000),
+            node("Expand", ["long", "few"], ["many"]),
+            node("Equal", ["many", "t"], ["b"]),
+        ],
+        "'long' would be a text of 100000 bytes",
+    ),
+    "a choice of the input": (
+        [
+            node("Greater", ["x", "zero"], ["c"]),
+            node("Where", ["c", "t", "u"], ["v"]),
+            node("Expand", ["v", "sizes"], ["many"]),
+            node("Equal", ["many", "t"], ["b"]),
+        ],
+        r"'many' would have the shape \[1, 50000\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", TEXTS)
+def test_texts_are_not_copied_a_million_times(way: str, tmp_path: Path) -> None:
+    """What they say lies outside of the pool of working memory: 50,000 copies of 40 kB."""
+    nodes, message = TEXTS[way]
+    nodes = [*nodes, node("Cast", ["b"], ["f"], to=FLOAT), node("ReduceSum", ["f"], ["s"], keepdims=0)]
+    nodes += [node("MatMul", ["x", "w"], ["a"]), node("Add", ["a", "s"], ["y"])]
+    constants: dict[str, Any] = {name: np.array([name * 40_000], object) for name in ("t", "u")}
+    constants |= {"sizes": np.int64([50_000]), "zeros": np.zeros(50_000, np.int64), "zero": np.float32(0)}
+    constants |= {"w": np.ones((1, 1), np.float32), "few": np.int64([4000])}
+    used = {name for n in nodes for name in n.input}
+    path = tmp_path / "large.onnx"
+    onnx.save(model(nodes, {name: value for name, value in constants.items() if name in used}, [1, 1]), path)
+    with pytest.raises(FileError, match=message):
+        read_plain(path)
+    constants |= {"t": np.array(["t"], object), "u": np.array(["u"], object), "sizes": np.int64([3])}
+    constants |= {"zeros": np.zeros(3, np.int64)}
+    if way not in ("StringConcat", "a text in a node"):
+        onnx.save(model(nodes, {name: value for name, value in constants.items() if name in used}, [1, 1]), path)
+        assert read_plain(path).graph.output[0].name == "y"
+
+
+def test_one_long_text_does_not_make_room_for_all() -> None:
+    """An array of characters would have 64 kB for each entry, 500 MB in all; and not all bytes are text."""
+    texts = [b"word"] * 2000 + [b"x" * LONGEST_TEXT, b"\xff"]
+    tensor = TensorProto(name="t", dims=[2002], data_type=TensorProto.STRING, string_data=texts)
+    tracemalloc.start()
+    try:
+        found = OnnxModel(onnx.ModelProto()).array(tensor)
+        assert tracemalloc.get_traced_memory()[1] < 1e7
+    finally:
+        tracemalloc.stop()
+    assert (found[0], len(found[2000]), found[2001]) == ("word", LONGEST_TEXT, "\ufffd")
+
+
+def test_text_does_not_grow_in_a_loop() -> None:
+    ends = [helper.make_tensor_value_info(*v) for v in (("i", INT64, []), ("go", 9, []), ("s", TensorProto.STRING, []))]
+    body = helper.make_graph(
+        [node("StringConcat", ["s", "s"], ["t"]), node("Identity", ["go"], ["on"])], "body", ends,
+        [helper.make_tensor_value_info("on", 9, []), helper.make_tensor_value_info("t", TensorProto.STRING, [])],
+    )  # fmt: skip
+    nodes = [node("Loop", ["n", "", "word"], ["long"], body=body), node("Equal", ["long", "word"], ["b"])]
+    nodes += [node("Cast", ["b"], ["f"], to=FLOAT), node("Add", ["x", "f"], ["y"])]
+    with pytest.raises(FileError, match="text is put together inside of a branch or loop"):
+        check(nodes, {"n": np.int64(40), "word": np.array("word", object)}, [2])
 
 
 HONEST: dict[str, Callable[[], tuple[list[NodeProto], dict[str, Any], list[Any]]]] = {
@@ -293,6 +371,19 @@ def many_branches(path: Path, count: int) -> None:
     onnx.save(model(nodes, {"n": np.float32(1), "w": np.eye(4, dtype=np.float32)}, ["n", 4]), path)
 
 
+def many_texts(path: Path, *, folded: bool) -> None:
+    """A hundred thousand texts, one of which is as long as may be: an array with room for it would take 25 GB."""
+    texts = np.array([f"word{i}" for i in range(100_000)], object)
+    texts[7] = "x" * LONGEST_TEXT
+    words = [node("Identity", ["texts"], ["words"])] if folded else []
+    name = "words" if folded else "texts"
+    nodes = [node("Gather", [name, "i"], ["one"]), node("Equal", ["one", name], ["same"])]
+    nodes += [node("Cast", ["same"], ["f"], to=FLOAT), node("ReduceSum", ["f"], ["s"], keepdims=0)]
+    made = model([*words, *nodes, node("Mul", ["x", "s"], ["y"])], {"texts": texts}, ["n", 4])
+    made.graph.input.append(helper.make_tensor_value_info("i", INT64, [1]))
+    onnx.save(made, path)
+
+
 FILES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "large": ("read", lambda path: heavy(path, 21, np.float32)),
     "large, operators of an older version": ("read", lambda path: heavy(path, 17, np.float32)),
@@ -303,6 +394,8 @@ FILES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "more": ("refused", lambda path: long_graph(path, MOST_NODES + 1)),
     "as many branches as may be": ("read", lambda path: many_branches(path, MOST_PARTS)),
     "more branches": ("refused", lambda path: many_branches(path, MOST_PARTS + 2)),
+    "texts": ("read", lambda path: many_texts(path, folded=False)),
+    "texts that are copied": ("refused", lambda path: many_texts(path, folded=True)),
 }
 
 

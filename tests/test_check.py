@@ -48,6 +48,18 @@ def made_again(graph: onnx.GraphProto, header: dict[str, Any]) -> None:
     graph.node.append(onnx.helper.make_node("Relu", ["conv"], ["relu"]))
 
 
+def text(
+    texts: list[bytes], dims: list[int], name: str = "words", **more: Any
+) -> Callable[[onnx.GraphProto, dict[str, Any]], None]:
+    def put(graph: onnx.GraphProto, header: dict[str, Any]) -> None:
+        kept = [tensor for tensor in graph.initializer if tensor.name != name]
+        del graph.initializer[:]
+        held = onnx.TensorProto(name=name, dims=dims, string_data=texts, data_type=onnx.TensorProto.STRING, **more)
+        graph.initializer.extend([*kept, held])
+
+    return put
+
+
 def _weight(header: dict[str, Any]) -> dict[str, Any]:
     return next(point for point in header["plan"]["points"] if point["kind"] == "weight")
 
@@ -55,6 +67,12 @@ def _weight(header: dict[str, Any]) -> dict[str, Any]:
 CHANGES: dict[str, tuple[Callable[[onnx.GraphProto, dict[str, Any]], None], str]] = {
     "a weight twice, with other values": (twice, r"'a\.weight' is made twice"),
     "a value made twice": (made_again, "'relu' is made twice"),
+    "text that is less than its shape says": (text([b"a"], [2]), "needs 2 texts in string_data, there are 1"),
+    "text that is more": (text([b"a"] * 3, [2]), "needs 2 texts in string_data, there are 3"),
+    "text in bytes": (text([], [2], raw_data=bytes(16)), "needs 2 texts in string_data, there are 0"),
+    "text in another file": (text([], [2], data_location=1), "its data lie in another file"),
+    "a book": (text([b"a" * 2**17], [1]), "has a text of 131072 bytes; at most 65536 are expected"),
+    "text as a bias": (lambda graph, header: text([b"a"] * 3, [3], "b.bias")(graph, header), "has infinite entries"),
     "an infinite bias": (infinite, r"'b\.bias', a bias of Gemm, has infinite entries"),
     "an axis that is not there": (lambda graph, header: _weight(header).update(axis=7), "must be 0 to 3, got 7"),
     "channels that are not there": (lambda g, header: _weight(header).update(channels=9), "must be 0 to 3, got 9"),

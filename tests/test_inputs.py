@@ -210,6 +210,58 @@ def test_a_pair_with_a_label_is_no_input(code: Path) -> None:
         read("my_examples:pairs", takes=SPEECH[:1])
 
 
+# Text
+
+TEXT = Input("words", np.dtype(object), (0, 0))
+
+
+def test_text_is_read_as_it_is(tmp_path: Path) -> None:
+    words = np.array([["ant", "été"], ["\U0001f600", ""]])
+    np.save(tmp_path / "a.npy", words)
+    np.savez(tmp_path / "b.npz", words=words, sr=np.array(8000))
+    np.save(tmp_path / "c.npy", words.astype(words.dtype.newbyteorder(">")))
+    for what, takes in (("a.npy", [TEXT]), ("b.npz", [TEXT, SPEECH[2]]), ("c.npy", [TEXT])):
+        found = [feed["words"] for _, feed in read(tmp_path / what, takes=takes)]
+        assert [x.tolist() for x in found] == [[row] for row in words.tolist()]
+        assert {x.dtype.kind for x in found} == {"O"}
+    assert str(TEXT) == "input 'words' (any x any, text)"
+    assert str(Input("word", np.dtype(object), ())) == "input 'word' (one text, text)"
+
+
+def test_text_of_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "def words():\n    yield 'ant'\n    yield ['bee', 'cat']\n    yield {'words': [['dog']]}\n"
+    (tmp_path / "my_words.py").write_text(code + "def numbers():\n    yield [[1, 2]]\n")
+    what = tmp_path / "my_words.py"
+    row = Input("words", np.dtype(object), (0,))
+    assert [feed["words"].tolist() for _, feed in read(f"{what}:words", takes=[row], limit=2)] == [
+        ["ant"],
+        ["bee", "cat"],
+    ]
+    with pytest.raises(DataError, match="text is expected, got int64"):
+        read(f"{what}:numbers", takes=[TEXT])
+    with pytest.raises(DataError, match="must be a dict of x or an array, got a str"):
+        read(f"{what}:words", takes=[Input("x", FLOAT, (0,))])
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.ones((1, 2)), r"a\.npy: text is expected, got float64; save an array of strings, such as np\.array"),
+        (np.array([[b"ant"]]), r"a\.npy: text is expected, got \|S3"),
+        (np.array([["ant", None]]), "Python objects in dtype"),
+        (np.array([[0x110000]], np.uint32).view("U1"), "text is expected, got characters that no alphabet has"),
+        (np.array([["\ud800"]]), "text is expected, got characters that no alphabet has"),
+    ],
+)
+def test_what_is_no_text(array: Any, message: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(DataError, match=message) as caught:
+        read(tmp_path / "a.npy", takes=[TEXT])
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(DataError, match="numbers are expected, got <U3"):
+        converted(np.array(["ant"]), Input("x", FLOAT, (0,)), "a.npy")
+
+
 # Pictures
 
 

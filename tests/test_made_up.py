@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from stranger_builder import Net
 
 from anybit.artifact.made_up import BYTES, CENTRED, made_up_inputs, pictures_of_bytes, sound
+from anybit.artifact.texts import PLAIN, Words, words_of
 from anybit.graph.from_onnx import read_onnx
 
 
@@ -105,3 +106,51 @@ SIGNS = np.array([1, -1] * 4)
 )
 def test_a_network_that_expects_large_numbers_takes_bytes(bias: Any, seen: float, interval: Any) -> None:
     assert taken_off(Net(0), bias, seen).get("x") == interval
+
+
+# Text
+
+
+def test_text_is_made_of_words_that_the_network_knows() -> None:
+    engine = Engine(words=("string", ["n", "length"]), other=("string", [1]))
+    feed = made(engine, words={"words": Words(("ant", "bee"))})
+    assert feed["words"].shape == (1, 32)
+    assert set(feed["words"].ravel()) == {"ant", "bee"}
+    assert set(feed["other"].ravel()) <= set(PLAIN)
+    assert made(Engine(sentence=("string", ["words"])))["sentence"].shape == (32,)
+
+
+def text_net(*names: str) -> tuple[Net, list[str]]:
+    net = Net(0, opset=20, ir=9, ml=4)
+    return net, [net.input(name, np.array(["a"]), ["n"]) for name in names]
+
+
+def test_each_input_gets_the_words_of_what_reads_it() -> None:
+    net, (colour, size, split, number, plain) = text_net("colour", "size", "split", "number", "plain")
+    net.node("LabelEncoder", colour, domain="ai.onnx.ml", keys_strings=["red", "blue"], values_int64s=[0, 1])
+    clean = net.node("StringNormalizer", net.node("Identity", size), case_change_action="LOWER", stopwords=["oh"])
+    net.node("Equal", clean, net.hold(np.array(["small", "large"], object)))
+    parts, _ = net.node("StringSplit", split, delimiter=";", n=2)
+    keys = helper.make_tensor("keys", TensorProto.STRING, [2], [b"x", b"y"])
+    values = helper.make_tensor("values", TensorProto.INT64, [2], [0, 1])
+    net.node("LabelEncoder", parts, domain="ai.onnx.ml", keys_tensor=keys, values_tensor=values)
+    net.node("Cast", number, to=TensorProto.FLOAT)
+    net.node("Identity", plain)
+    found = words_of(net.graph())
+    assert found["colour"].known == ("red", "blue")
+    assert found["size"].known == ("small", "large")
+    assert (found["split"].known, found["split"].between) == (("x", "y"), ";")
+    assert [float(text) for text in found["number"].known] == [0, 1, 2, 3]
+    assert {"red", "small", "oh", "x"} <= set(found["plain"].known)  # whatever the graph knows
+
+
+def test_a_graph_without_words_and_one_with_a_million() -> None:
+    net, (words,) = text_net("words")
+    net.node("Identity", words)
+    assert words_of(net.graph())["words"].known == PLAIN
+    known = [f"w{i}" for i in range(30_000)]
+    net.node("CategoryMapper", words, domain="ai.onnx.ml", cats_strings=[*known, "", "x" * 999], cats_int64s=[0])
+    drawn = words_of(net.graph())["words"].known
+    assert len(drawn) == 10_000
+    assert set(drawn) <= set(known)
+    assert words_of(Net(0).graph()) == {}

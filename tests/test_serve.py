@@ -342,6 +342,23 @@ def test_arrays_can_be_uploaded(ask: Client, master: Path) -> None:
         assert "upload.np" not in reply.json["error"]  # names of the server's own files are nobody's business
 
 
+def test_text_can_be_uploaded(tmp_path: Path) -> None:
+    onnx.save(CASES["text_in_and_out"].build(), tmp_path / "plain.onnx")
+    adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx")
+    with served(make_app(tmp_path / "m.onnx")) as ask:
+        assert ask("about").json["takes"].startswith("input 'words' (any x any, text); input 'x'")
+        file = io.BytesIO()
+        np.savez(file, words=np.array([["ant", "cat"]]), x=np.ones((1, 6)))
+        said = ask.predict(file.getvalue()).json
+        assert said["outputs"][0].split(": ")[1] in ("1, 'good'", "1, 'bad [2J'", "1, 'ugly'")
+        assert len(said["guesses"]) == 3
+        file = io.BytesIO()
+        np.savez(file, words=np.array([[1, 2]]), x=np.ones((1, 6)))
+        reply = ask.predict(file.getvalue())
+        assert reply.status == 400
+        assert "text is expected, got int64" in reply.json["error"]
+
+
 def test_what_a_width_takes(ask: Client, master: Path) -> None:
     got = {
         bits: ask(f"footprint?weights={bits.weights}&activations={bits.activations}") for bits in (Bits(4, 8), Bits())

@@ -25,6 +25,7 @@ from anybit.artifact.plain import read_model_file
 from anybit.artifact.runtime import TooSlow, compile_model, run_in_time, time_limit
 from anybit.cli.adopt import adopt
 from anybit.cli.bench import bench
+from anybit.cli.reconstruct import reconstruct
 from anybit.cli.run import run
 from anybit.cli.watch import watch
 from anybit.errors import AnybitError, DataError, FileError, SpecError
@@ -59,7 +60,8 @@ def test_from_a_strangers_file_to_its_answers(name: str, tmp_path: Path) -> None
 
 SHAPES = {
     "several inputs": "lstm_with_state", "a free size": "symbolic_sizes", "integer inputs": "words_in",
-    "one number": "scalars_in", "a branch": "if_with_layers",
+    "one number": "scalars_in", "a branch": "if_with_layers", "text in and out": "text_in_and_out",
+    "a list as output": "sequence_out",
 }  # fmt: skip
 
 
@@ -84,6 +86,105 @@ def test_bits_are_what_runs(tmp_path: Path) -> None:
     session = anybit.load(out)
     session.set_bits(weights=4, activations=4)
     assert np.array_equal(np.load(tmp_path / "0000.npy"), session.run(CASES["ordinary"].feed()))
+
+
+# Text
+
+
+def test_what_a_network_says_in_words_is_told_without_control_characters(tmp_path: Path) -> None:
+    plain, inputs, out = saved("text_in_and_out", tmp_path), archive("text_in_and_out", tmp_path), tmp_path / "m.onnx"
+    call(adopt, plain, "--out", out, "--calibrate", inputs)
+    wanted = next(iter(floats(plain, CASES["text_in_and_out"].feed()).values()))
+    shown = [str(text).replace("\x1b", " ") for text in wanted]
+    line = call(run, out, inputs, "--bits", "FP").output
+    assert f"{wanted.size}, {', '.join(map(repr, shown))}; softmax" in line
+    assert "\x1b" not in line
+    said = json.loads(call(run, out, inputs, "--bits", "FP", "--json", "--out", tmp_path / "out").output)
+    name, scores = said["outputs"]
+    assert (name["text"], name["low"], name["high"]) == (shown, None, None)
+    assert "text" not in scores
+    held = np.load(name["file"], allow_pickle=False)
+    assert held.dtype.kind == "U"
+    assert held.tolist() == wanted.tolist()
+
+
+def test_long_texts_are_cut_where_they_are_told() -> None:
+    (answer,) = answers({"y": np.array([["x" * 10**6] * 99], object)})
+    assert len(str(answer)) < 600
+    assert str(answer).startswith("y: 1 x 99, 'xxx")
+    assert str(answer).endswith("x', ...")
+
+
+def test_texts_are_decisions(tmp_path: Path) -> None:
+    """At two bits some classes are others; what is told is the part of examples that keep their name."""
+    path = saved("text_out", tmp_path)
+    rng = np.random.default_rng(0)
+    feeds = [{"x": rng.normal(size=(1, 16)).astype(np.float32)} for _ in range(40)]
+    anybit.adopt(path, tmp_path / "m.onnx", calibration=feeds[:8], sensitive="same")
+    session = anybit.load(tmp_path / "m.onnx", threads=1)
+    lost = losses(session, [Bits(2, 2)], feeds)
+    truth, found = ([], [])  # type: ignore[var-annotated]
+    for bits, said in ((32, truth), (2, found)):
+        session.set_bits(weights=bits, activations=bits)
+        said += [session.run(feed)[session.outputs[-1]].item() for feed in feeds]
+    assert set(truth) <= {"red", "green", "blue"}
+    same = sum(a == b for a, b in zip(truth, found, strict=True)) / 40
+    assert 0 < same < 1
+    assert lost[Bits(2, 2)][-1].same == pytest.approx(same)
+    assert lost[Bits(2, 2)][-1].error is None
+    assert lost[Bits()][-1].same == 1
+
+
+def test_exported_and_reconstructed_text_runs_as_it_did(tmp_path: Path) -> None:
+    plain, inputs, out = saved("text_in_and_out", tmp_path), archive("text_in_and_out", tmp_path), tmp_path / "m.onnx"
+    call(adopt, plain, "--out", out, "--calibrate", inputs)
+    feed = CASES["text_in_and_out"].feed()
+    for master in (out, tmp_path / "better.onnx"):
+        anybit.export(master, tmp_path / "w4a4.onnx", weights=4, activations=4)
+        session = anybit.load(master)
+        session.set_bits(weights=4, activations=4)
+        for name, wanted in session.run(feed).items():
+            found = floats(tmp_path / "w4a4.onnx", feed)[name]
+            assert distance(found, wanted) < 1e-5
+        call(reconstruct, out, "--calibrate", inputs, "--bits", "W4A4", "--out", tmp_path / "better.onnx")
+    assert set(anybit.allocate(out, [feed], budget=8).layers) == {
+        weight.name for weight in open_master(out).plan.weights
+    }
+
+
+def test_text_of_ones_own_calibrates(tmp_path: Path) -> None:
+    plain, out = saved("text_in", tmp_path), tmp_path / "m.onnx"
+    (tmp_path / "mine.py").write_text("def sentences():\n    yield ['ant', 'yak']\n    yield 'bee cat dog'.split()\n")
+    said = call(adopt, plain, "--out", out, "--calibrate", f"{tmp_path / 'mine.py'}:sentences").output
+    assert "from your inputs" in said
+    for wrong in (np.ones((1, 3)), np.array([[b"ant"]]), np.array([["ant", None]])):
+        np.save(tmp_path / "wrong.npy", wrong)
+        with pytest.raises(DataError, match=r"wrong\.npy: .*text is expected, got|Python objects in dtype"):
+            call(adopt, plain, "--out", out, "--calibrate", tmp_path / "wrong.npy")
+    with pytest.raises(DataError, match=r"a calibration input cannot be run \(int64\)"):
+        anybit.adopt(plain, out, calibration=[{"words": np.array([[1, 2]])}])
+
+
+def test_characters_that_are_none_do_not_crash_the_runtime(tmp_path: Path) -> None:
+    """ONNX Runtime reads them as they come, and ends the process."""
+    plain, out = saved("text_in", tmp_path), tmp_path / "m.onnx"
+    call(adopt, plain, "--out", out)
+    for code in (0x110000, 0xFFFFFFFF, 0xD800):
+        words = np.array([[code]], np.uint32).view("U1")
+        np.save(tmp_path / "words.npy", words)
+        with pytest.raises(DataError, match="text is expected, got characters that no alphabet has"):
+            call(run, out, tmp_path / "words.npy")
+        with pytest.raises(DataError, match="takes text; got characters that no alphabet has"):
+            anybit.load(out).run(words)
+
+
+def test_a_sequence_as_input_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    net = Net(0)
+    net.inputs.append(helper.make_tensor_sequence_value_info("xs", TensorProto.FLOAT, None))
+    net.output(net.dense(net.node("ConcatFromSequence", "xs", axis=0), 8, 4))
+    onnx.save(net.model(), tmp_path / "plain.onnx")
+    with pytest.raises(FileError, match=r"'xs': a sequence cannot be handed over, only tensors .*SplitToSequence"):
+        call(adopt, tmp_path / "plain.onnx", "--out", tmp_path / "m.onnx")
 
 
 # How much is quantized

@@ -49,12 +49,20 @@ def floats(path: Path, feed: Mapping[str, Array]) -> dict[str, Array]:
     options.log_severity_level = 4
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     found = dict(zip([v.name for v in session.get_outputs()], session.run(None, dict(feed)), strict=True))
-    return {name: _rows(value) if isinstance(value, list) else value for name, value in found.items()}
+    return apart(found)
 
 
-def _rows(value: list[dict[int, float]]) -> Array:
-    """Scores that come as a dictionary for each example."""
-    return np.array([[*scores.values()] for scores in value], np.float32)
+def apart(found: Mapping[str, Any]) -> dict[str, Array]:
+    """Outputs with the entries of lists each for itself; scores may come as a dictionary for each example."""
+    arrays: dict[str, Array] = {}
+    for name, value in found.items():
+        if not isinstance(value, list):
+            arrays[name] = value
+        elif isinstance(value[0], dict):
+            arrays[name] = np.array([[*scores.values()] for scores in value], np.float32)
+        else:
+            arrays |= {f"{name}[{i}]": x for i, x in enumerate(value)}
+    return arrays
 
 
 def adopted(
@@ -72,11 +80,13 @@ def adopted(
     session = anybit.load(out, threads=1)
     session.set_bits(weights=weights, activations=activations)
     found = session.run(dict(feed))
-    return dict(found) if isinstance(found, dict) else {session.outputs[0]: found}
+    return apart(found if isinstance(found, dict) else {session.outputs[0]: found})
 
 
 def distance(found: Array, wanted: Array) -> float:
     assert found.shape == wanted.shape
+    if wanted.dtype.kind == "O":
+        return float((found != wanted).mean())
     return float(np.linalg.norm(found.astype(np.float64) - wanted) / max(float(np.linalg.norm(wanted)), 1e-9))
 
 

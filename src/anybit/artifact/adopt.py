@@ -25,7 +25,8 @@ from anybit.artifact.made_up import made_up_inputs, pictures_of_bytes
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
-from anybit.artifact.runtime import TYPES, batch_advice, compile_model, run_in_time, time_limit
+from anybit.artifact.runtime import TYPES, as_type, batch_advice, compile_model, run_in_time, time_limit
+from anybit.artifact.texts import words_of
 from anybit.artifact.widen import remembered, widened
 from anybit.common.provenance import origin
 from anybit.common.text import printable
@@ -226,12 +227,13 @@ def _calibrated(
         return watch.done()
     engine = compile_model(watched, exact=False, threads=None, where=where)
     if feeds is None:
-        feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, whole=cast_values(model), where=where)
+        whole, words = cast_values(model), words_of(model.graph)
+        feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, whole=whole, words=words, where=where)
     wanted = [value for value in engine.get_inputs() if value.type in TYPES]
     seen = False
     for feed in remembered(feeds, some):
         try:
-            values: Feed = {v.name: np.asarray(feed[v.name], TYPES[v.type]) for v in wanted}
+            values: Feed = {v.name: as_type(feed[v.name], v.type) for v in wanted}
             found = run_in_time(engine, list(places), values, time_limit())
         except (DataError, KeyError, TypeError, ValueError) as error:
             advice = batch_advice(str(error), feed)

@@ -8,29 +8,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from anybit.artifact.session import Session
+from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.spec import Bits
 
 Array = npt.NDArray[Any]
 
+MISSING = np.zeros((0, 0))
+FEW, LONGEST = 8, 60
+"""Of an output that is text, so many entries are shown, and so many characters of each."""
+
 
 @dataclass(frozen=True)
 class Answer:
-    """One output for one input: its shape and range, and the best class where it holds the scores of classes."""
+    """One output for one input: its shape and range, and the best class where it holds the scores of classes.
+
+    Of text there is no range but what it says, as far as a line has room.
+    """
 
     name: str
     shape: tuple[int, ...]
     low: float
     high: float
     best: int | None = None
+    texts: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
+        if self.texts is not None:
+            said = ", ".join(f"{text!r}" for text in self.texts) + ", ..." * (math.prod(self.shape) > len(self.texts))
+            return f"{self.name}: {' x '.join(map(str, self.shape)) or 'one text'}, {said or 'nothing'}"
         sizes = " x ".join(map(str, self.shape)) or "one number"
         return f"{self.name}: {sizes}, from {self.low:.4g} to {self.high:.4g}"
 
@@ -39,16 +52,29 @@ def outputs_of(session: Session, x: Mapping[str, Array], *, finite: bool = True)
     """Run a network and return its outputs by name, and the widths that were used.
 
     Raises:
-        DataError: An output holds no numbers or, unless that is allowed, some that are not finite.
+        DataError: An output holds no numbers and no text or, unless that is allowed, numbers that are not finite.
     """
     found, used = session.run_with_bits(dict(x))
-    outputs: dict[str, Array] = found if isinstance(found, dict) else {session.outputs[0]: found}
+    outputs = _apart(found if isinstance(found, dict) else {session.outputs[0]: found})
     for name, array in outputs.items():
-        if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
-            raise DataError(f"output {name!r} holds no numbers, so nothing can be said about it")
-        if finite and array.size and not (math.isfinite(array.min()) and math.isfinite(array.max())):
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiubO":
+            raise DataError(f"output {name!r} holds no numbers and no text, so nothing can be said about it")
+        floats = array.size and array.dtype.kind == "f"
+        if finite and floats and not (math.isfinite(array.min()) and math.isfinite(array.max())):
             raise DataError(f"at {used} the output {name!r} is not finite; try a wider width or another input")
     return outputs, used
+
+
+def _apart(outputs: Mapping[str, Any]) -> dict[str, Array]:
+    """Return outputs with the entries of lists under names of their own.
+
+    >>> list(_apart({"a": np.ones(2), "b": [np.ones(1), np.ones(3)]}))
+    ['a', 'b[0]', 'b[1]']
+    """
+    found: dict[str, Array] = {}
+    for name, value in outputs.items():
+        found |= {f"{name}[{i}]": x for i, x in enumerate(value)} if isinstance(value, list) else {name: value}
+    return found
 
 
 def scores_of(outputs: Mapping[str, Array], labels: int = 0) -> set[str]:
@@ -95,6 +121,10 @@ def answers(outputs: Mapping[str, Array], labels: int = 0) -> list[Answer]:
     named = {name for name in scores if outputs[name].shape[-1] == labels}
     mixed = any(array.dtype.kind == "f" and name not in scores for name, array in outputs.items())
     for name, array in outputs.items():
+        if array.dtype.kind == "O":
+            texts = tuple(printable(text, LONGEST) for text in islice(array.flat, FEW))
+            found.append(Answer(name, array.shape, math.nan, math.nan, texts=texts))
+            continue
         told = name in named if named else not mixed
         best = int(array.argmax()) if told and name in scores and array.size == array.shape[-1] else None
         low, high = (float(array.min()), float(array.max())) if array.size else (math.nan, math.nan)
@@ -106,8 +136,8 @@ def answers(outputs: Mapping[str, Array], labels: int = 0) -> list[Answer]:
 class Loss:
     """How far one output at one pair of widths is from floating point, over `n` inputs.
 
-    `same` is the part of decisions that are the same: the largest of scores, or whole numbers. `error` is the length of
-    the difference over that of the output, as vectors. Each is None where it makes no sense.
+    `same` is the part of decisions that are the same: the largest of scores, whole numbers, or texts. `error` is the
+    length of the difference over that of the output, as vectors. Each is None where it makes no sense.
     """
 
     output: str
@@ -125,7 +155,7 @@ def losses(
 ) -> dict[Bits, list[Loss]]:
     """Compare each pair of widths with floating point on the same inputs, output by output."""
     truth: list[dict[str, Array]] = []
-    found = {}
+    found: dict[Bits, list[Loss]] = {}
     for bits in dict.fromkeys([Bits(), *widths]):
         session.set_bits(weights=bits.weights, activations=bits.activations)
         outputs = []
@@ -134,10 +164,10 @@ def losses(
             on_step()
         truth = truth or outputs
         scores = scores_of(truth[0], len(session.feeding.labels))
-        found[bits] = [
-            _loss(name, [t[name] for t in truth], [o[name] for o in outputs], name in scores)
-            for name in session.outputs
-        ]
+        found[bits] = []
+        for name in dict.fromkeys(name for told in truth for name in told):  # lists may have other lengths elsewhere
+            pairs = [(t[name], o.get(name, MISSING)) for t, o in zip(truth, outputs, strict=True) if name in t]
+            found[bits].append(_loss(name, [a for a, _ in pairs], [b for _, b in pairs], name in scores))
     return found
 
 

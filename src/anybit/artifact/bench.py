@@ -21,6 +21,7 @@ from anybit.artifact.answers import Loss, losses, worst
 from anybit.artifact.export import export
 from anybit.artifact.session import Session
 from anybit.artifact.storage import size_on_disk
+from anybit.artifact.texts import storable
 from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.spec import Bits
@@ -241,7 +242,7 @@ def footprint(master: Path, bits: Bits, feed: Mapping[str, Array]) -> tuple[int,
     with tempfile.TemporaryDirectory() as folder:
         out, inputs = Path(folder) / "model.onnx", Path(folder) / "inputs.npz"
         export(master, out, weights=bits.weights, activations=bits.activations)
-        np.savez(inputs, *feed.values())  # names of inputs are no names of files
+        np.savez(inputs, *map(storable, feed.values()))  # names of inputs are no names of files
         command = [sys.executable, "-c", _PROBE, str(out), str(inputs), json.dumps(list(feed))]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -9,26 +9,31 @@ A graph may hide a size: `Pow -> Cast -> ConstantOfShape` makes gigabytes out of
 3. What hangs on the sizes or the values of the inputs is known only when they come: free sizes, `Shape -> Gather ->
    Concat -> Reshape`, `Resize`, lengths that a speech network predicts. All sessions of a process share one pool of
    working memory with a limit (`runtime.limit_memory`), and a run that asks for more fails with an error.
+
+What texts say lies outside of that pool. So a value of text counts in the first two rules with the room of its longest
+entry in place of each one, and no text may be put together that is longer than 64 kB.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
-from anybit.artifact.model import OnnxModel, set_nodes
+from anybit.artifact.model import OnnxModel, all_graphs, set_nodes
 from anybit.artifact.runtime import compile_model
 from anybit.common.text import explaining, printable
 from anybit.errors import FileError
+from anybit.graph.onnx_nodes import subgraphs
 
 MOST_ENTRIES = 2**28
 MOST_GROWTH = 2**24
+LONGEST_TEXT = 2**16
 _SMALL = 4096
 _ROUNDS = 10
 _RANDOM = frozenset(
@@ -36,9 +41,12 @@ _RANDOM = frozenset(
 )
 _NEVER_GROWING = frozenset({
     "Compress", "Identity", "NonZero", "Reshape", "Slice", "Split", "Squeeze", "TopK", "Transpose", "Unique",
-    "Unsqueeze",
+    "Unsqueeze", "SequenceEmpty", "SequenceInsert", "SplitToSequence",
 })  # fmt: skip
-"""Operators with at most a few times as many entries as they get, also where nobody knows how many."""
+"""Operators with at most a few times as many entries as they get, also where nobody knows how many.
+
+A sequence is never stored as a constant, so what is inserted into one is inserted when the network runs.
+"""
 
 Outside = tuple[str, int, tuple[int, ...]]
 """Name, type and shape of a constant that is not in the graph."""
@@ -59,38 +67,41 @@ def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: st
     for dim in free:  # some write a free size as 0 or -1
         dim.ClearField("dim_value")
     _take_constants(model.graph)
-    shapes = _settled(model, where=where, strict=strict)
-    _check_constants(model.graph, shapes, constants, where=where)
+    shapes, texts = _settled(model, where=where, strict=strict)
+    rooms = _rooms(model.graph, texts, where=where)
+    _check_constants(model.graph, shapes, constants, rooms, where=where)
     for dim in free:
         dim.dim_value = 1
     with contextlib.suppress(FileError):  # not every network works at sizes of one; then those above are taken
-        shapes = _settled(model, where=where, strict=strict)
+        shapes, _ = _settled(model, where=where, strict=strict)
     for name, sizes in shapes.items():
-        if _entries(sizes) > MOST_ENTRIES:
+        if _entries(sizes) * rooms.get(name, 1) > MOST_ENTRIES:
             raise FileError(f"{where}: {printable(name, 60)!r} would have the shape {list(sizes[:8])}")
 
 
 Sizes = tuple[int | None, ...]
 
 
-def _settled(model: onnx.ModelProto, *, where: str, strict: bool) -> dict[str, Sizes]:
-    """Compute small constants until no more sizes come to light; return the sizes of all values."""
-    shapes = _shapes(model, where=where, strict=strict)
+def _settled(model: onnx.ModelProto, *, where: str, strict: bool) -> tuple[dict[str, Sizes], set[str]]:
+    """Compute small constants until no more sizes come to light; return the sizes of all values, and what is text."""
+    shapes, texts = _shapes(model, where=where, strict=strict)
     for _ in range(_ROUNDS):
-        if not _fold(model, shapes, where=where):
+        if not _fold(model, shapes, texts, where=where):
             break
-        shapes = _shapes(model, where=where, strict=strict)
-    return shapes
+        shapes, texts = _shapes(model, where=where, strict=strict)
+    return shapes, texts
 
 
-def _shapes(model: onnx.ModelProto, *, where: str, strict: bool) -> dict[str, Sizes]:
-    """Return the sizes of all values that have a known number of dimensions; a free one is None."""
+def _shapes(model: onnx.ModelProto, *, where: str, strict: bool) -> tuple[dict[str, Sizes], set[str]]:
+    """Return the sizes of all values that have a known number of dimensions, a free one as None; and what is text."""
     with explaining(FileError, f"{where}: the graph is no valid ONNX"):
         # Without ONNX's own propagation of data, which unfolds any range to its full length.
         graph = onnx.shape_inference.infer_shapes(model, check_type=strict, strict_mode=strict).graph
-    found = {v.name: _sizes(v.type) for v in [*graph.input, *graph.value_info, *graph.output]}
+    values = [*graph.input, *graph.value_info, *graph.output]
+    found = {v.name: _sizes(v.type) for v in values}
     found |= {t.name: tuple(t.dims) for t in graph.initializer}
-    return {name: sizes for name, sizes in found.items() if sizes is not None}
+    texts = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.STRING}
+    return {name: sizes for name, sizes in found.items() if sizes is not None}, texts
 
 
 def _sizes(kind: TypeProto) -> Sizes | None:
@@ -109,6 +120,32 @@ def _is_small(sizes: Sizes | None) -> bool:
     return sizes is not None and None not in sizes and 0 <= _entries(sizes) <= _SMALL
 
 
+def _rooms(graph: GraphProto, texts: set[str], *, where: str) -> dict[str, int]:
+    """Return for each value of text that comes in or is made how much room an entry takes, in numbers of four bytes.
+
+    As with free sizes, what comes in has a length of one.
+    """
+    held = {t.name: max(map(len, t.string_data), default=0) for t in graph.initializer if t.string_data}
+    longest = {**dict.fromkeys((v.name for v in graph.input if v.name in texts), 1), **held}
+    for node in graph.node:
+        if any(inner.op_type == "StringConcat" for inner in _inside(node)):
+            raise FileError(f"{where}: text is put together inside of a branch or loop, where it may grow without end")
+        said = [longest[name] for name in node.input if name in longest]
+        own = [len(raw) for a in node.attribute for raw in (a.s, *a.strings, *a.t.string_data)]
+        length = sum(said) if node.op_type == "StringConcat" else max([*said, *own], default=0)
+        made = [name for name in node.output if name in texts or (said and node.domain)]  # of those nobody tells types
+        if made and length > LONGEST_TEXT:
+            raise FileError(f"{where}: {printable(made[0], 60)!r} would be a text of {length} bytes")
+        longest |= dict.fromkeys(made, length)
+    return {name: 8 + length // 4 for name, length in longest.items() if name in texts and name not in held}
+
+
+def _inside(node: NodeProto) -> Iterator[NodeProto]:
+    """Yield the nodes of branches and loop bodies."""
+    for graph in subgraphs(node):
+        yield from (inner for part in all_graphs(graph) for inner in part.node)
+
+
 def _take_constants(graph: GraphProto) -> None:
     """Make the Constant nodes initializers."""
     kept = []
@@ -121,11 +158,16 @@ def _take_constants(graph: GraphProto) -> None:
     set_nodes(graph, kept)
 
 
-def _fold(model: onnx.ModelProto, shapes: Mapping[str, Sizes], *, where: str) -> bool:
-    """Replace nodes that make small constants by what they make; return whether there were any."""
+def _fold(model: onnx.ModelProto, shapes: Mapping[str, Sizes], texts: set[str], *, where: str) -> bool:
+    """Replace nodes that make small constants by what they make; return whether there were any.
+
+    Text stays out of it: a few entries may be long.
+    """
     graph = model.graph
     held = {
-        t.name: t for t in graph.initializer if t.data_location != TensorProto.EXTERNAL and _is_small(tuple(t.dims))
+        t.name: t
+        for t in graph.initializer
+        if not (t.data_location == TensorProto.EXTERNAL or t.string_data) and _is_small(tuple(t.dims))
     }
     made: dict[str, Any] = {}
     nodes: list[NodeProto] = []
@@ -135,7 +177,7 @@ def _fold(model: onnx.ModelProto, shapes: Mapping[str, Sizes], *, where: str) ->
             ends = {a.name: a.i for a in node.attribute}
             made[node.output[0]] = np.array(sizes, np.int64)[slice(ends.get("start"), ends.get("end"))]
         elif _is_fixed(node) and all(name in known for name in node.input if name):
-            if not all(_is_small(shapes.get(name)) for name in node.output if name):
+            if not all(_is_small(shapes.get(name)) and name not in texts for name in node.output if name):
                 continue
             nodes.append(node)
             known.update(node.output)
@@ -171,9 +213,11 @@ def _computed(
         return dict(zip(names, engine.run(None, {}), strict=True))
 
 
-def _check_constants(graph: GraphProto, shapes: Mapping[str, Sizes], held: Mapping[str, int], *, where: str) -> None:
+def _check_constants(
+    graph: GraphProto, shapes: Mapping[str, Sizes], held: Mapping[str, int], rooms: Mapping[str, int], *, where: str
+) -> None:
     """Refuse what would grow while the file is loaded."""
-    sizes: dict[str, int | None] = {**held, **{t.name: math.prod(t.dims) for t in graph.initializer}}
+    sizes: dict[str, int | None] = {**held, **{t.name: _room(t) for t in graph.initializer}}
     growth = 0
     for node in graph.node:
         if not _is_fixed(node) or not all(name in sizes for name in node.input if name):
@@ -181,7 +225,7 @@ def _check_constants(graph: GraphProto, shapes: Mapping[str, Sizes], held: Mappi
         before = sum(sizes[name] or 0 for name in {*node.input} - {""})  # each once, however often it is used
         for name in filter(None, node.output):
             found = shapes.get(name)
-            sizes[name] = None if found is None or None in found else _entries(found)
+            sizes[name] = None if found is None or None in found else _entries(found) * rooms.get(name, 1)
             if sizes[name] is None and node.op_type not in _NEVER_GROWING:
                 raise FileError(
                     f"{where}: the size of {printable(name, 60)!r}, which {printable(node.op_type, 40)} computes from "
@@ -193,3 +237,8 @@ def _check_constants(graph: GraphProto, shapes: Mapping[str, Sizes], held: Mappi
                     f"{where}: {printable(name, 60)!r} would have the shape {list(found or ())[:8]}, computed from "
                     f"constants alone; at most {MOST_GROWTH:,} entries may be"
                 )
+
+
+def _room(tensor: TensorProto) -> int:
+    """Return how many numbers of four bytes a constant counts as."""
+    return int(math.prod(tensor.dims)) + sum(8 + len(text) // 4 for text in tensor.string_data)

@@ -17,8 +17,8 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, TypeProto
 
-from anybit.artifact.bounds import check_sizes
-from anybit.artifact.model import Array, OnnxModel, all_graphs, has_nan, is_finite
+from anybit.artifact.bounds import LONGEST_TEXT, check_sizes
+from anybit.artifact.model import Array, OnnxModel, all_graphs, entry_type, has_nan, is_finite
 from anybit.common.text import explaining, printable, quoted
 from anybit.errors import FileError, SpecError
 from anybit.graph.onnx_nodes import OPSET, outlined, subgraphs
@@ -72,8 +72,10 @@ def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: 
     for tensor in graph.initializer:
         check_tensor(tensor, model.apart(tensor), where=f"{where}: tensor {tensor.name[:60]!r}")
     _check_biases(model, where=where)
-    for value in [*graph.input, *graph.output]:
+    for value in graph.input:
         _check_type(value.type, where=f"{where}: {value.name[:60]!r}")
+    for value in graph.output:
+        _check_type(entry_type(value), where=f"{where}: {value.name[:60]!r}")
     if not graph.input or not graph.output:
         raise FileError(f"{where}: a network has inputs and outputs")
     _check_sizes(proto, shapes, where=where)
@@ -180,6 +182,9 @@ def check_tensor(tensor: TensorProto, apart: Array | None, *, where: str) -> Non
     """
     if apart is None and (tensor.data_location == TensorProto.EXTERNAL or tensor.external_data):
         raise FileError(f"{where}: its data lie in another file, which the header does not name")
+    if tensor.data_type == TensorProto.STRING:
+        _check_text(tensor, where=where)
+        return
     wanted = bytes_of(tensor, where=where)
     found = len(tensor.raw_data) if apart is None else apart.nbytes
     if tensor.HasField("segment") or found != wanted:
@@ -187,6 +192,15 @@ def check_tensor(tensor: TensorProto, apart: Array | None, *, where: str) -> Non
     kind = _FLOATS.get(tensor.data_type)
     if kind is not None and has_nan(np.frombuffer(tensor.raw_data, kind) if apart is None else apart):
         raise FileError(f"{where}: has NaN entries")
+
+
+def _check_text(tensor: TensorProto, *, where: str) -> None:
+    count = entries(tensor.dims, where=where)
+    if len(tensor.string_data) != count or tensor.raw_data or tensor.HasField("segment"):
+        found = len(tensor.string_data)
+        raise FileError(f"{where}: shape {list(tensor.dims)[:8]} needs {count} texts in string_data, there are {found}")
+    if (longest := max(map(len, tensor.string_data), default=0)) > LONGEST_TEXT:
+        raise FileError(f"{where}: has a text of {longest} bytes; at most {LONGEST_TEXT} are expected")
 
 
 def bytes_of(tensor: TensorProto, *, where: str) -> int:
@@ -205,8 +219,11 @@ def entries(dims: Iterable[int], *, where: str) -> int:
 
 
 def _check_type(kind: TypeProto, *, where: str) -> None:
-    if kind.WhichOneof("value") != "tensor_type" or kind.tensor_type.elem_type not in _LENGTHS:
-        raise FileError(f"{where}: must be a tensor of numbers")
+    if (form := kind.WhichOneof("value") or "tensor_type") != "tensor_type":
+        form, advice = form.removesuffix("_type"), "let the graph make it of tensors, with SplitToSequence or the like"
+        raise FileError(f"{where}: a {form} cannot be handed over, only tensors of numbers or of text; {advice}")
+    if kind.tensor_type.elem_type not in {*_LENGTHS, TensorProto.STRING}:
+        raise FileError(f"{where}: must be a tensor of numbers or of text")
     entries([d.dim_value for d in kind.tensor_type.shape.dim], where=where)
 
 
@@ -220,7 +237,7 @@ def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, 
 
     # The shapes of other domains' operators, and of what comes out of branches and loops, nobody infers.
     strict = not any(node.domain or next(subgraphs(node), None) is not None for node in model.graph.node)
-    ends = [value.type.tensor_type for value in [*probe.graph.input, *probe.graph.output]]
+    ends = [entry_type(value).tensor_type for value in [*probe.graph.input, *probe.graph.output]]
     shapeless = [kind for kind in ends if not kind.HasField("shape")]
     for kind in shapeless:  # the checker wants shapes that some files lack, and looks no further
         kind.shape.SetInParent()

@@ -17,7 +17,8 @@ from onnx import NodeProto, TensorProto, helper
 
 from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.model import OnnxModel, all_graphs
-from anybit.artifact.runtime import TYPES, compile_model, run_in_time, time_limit
+from anybit.artifact.runtime import as_type, compile_model, run_in_time, time_limit
+from anybit.artifact.texts import words_of
 from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.graph.from_onnx import read_onnx
@@ -152,12 +153,11 @@ def counted(
     try:
         engine = compile_model(probe, exact=False, threads=None, where=where)
         ids, whole = table_rows(model), cast_values(model)
-        given = made_up_inputs(engine, ids=ids, interval={}, whole=whole, where=where)[0] if feed is None else feed
-        values: dict[str, Array] = {
-            v.name: given[v.name].astype(TYPES[v.type], copy=False) for v in engine.get_inputs()
-        }
+        words = words_of(model.graph)
+        given = feed or made_up_inputs(engine, ids=ids, interval={}, whole=whole, words=words, where=where)[0]
+        values = {v.name: as_type(given[v.name], v.type) for v in engine.get_inputs()}
         found = run_in_time(engine, None, values, time_limit())
-    except DataError:
+    except (DataError, TypeError, ValueError):
         return {}
     shapes: dict[str, tuple[int, ...]] = dict(zip(wanted, (tuple(map(int, shape)) for shape in found), strict=True))
     shapes |= {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}

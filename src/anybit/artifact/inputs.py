@@ -1,7 +1,7 @@
 """Inputs that people have: pictures, arrays, and functions that make them, turned into what a network's inputs want.
 
     images/                 a picture or a folder of them, through the network's preprocessing
-    x.npy, x.npz            arrays of any number type; the keys of an archive are the names of inputs
+    x.npy, x.npz            arrays of any number type, or of strings; the keys of an archive are the names of inputs
     file.py:examples        a function (or a list) that yields arrays, or dicts of arrays by name
     name=WHAT               any of these, or a number, for one of several inputs
 
@@ -28,6 +28,7 @@ from onnx import TensorProto, helper
 from anybit.artifact.arrays import read_array, read_arrays
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.pictures import PICTURES, read_picture
+from anybit.artifact.texts import as_text
 from anybit.common.named import by_name, is_code
 from anybit.common.text import printable
 from anybit.errors import AnybitError, DataError
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a network: its name, what kind of numbers it takes, and its shape, 0 where a size is free.
+    """An input of a network: its name, the kind of numbers it takes (or text), and its shape, 0 where a size is free.
 
     `usual` is the shape that the network was captured with, where that is known. A `row` is a sequence along its first
     dimension, which then counts no examples.
@@ -61,7 +62,14 @@ class Input:
 
     def __str__(self) -> str:
         sizes = " x ".join(str(size) if size else "any" for size in self.shape or ()) or "one number"
-        return f"input {self.name!r} ({'any shape' if self.shape is None else sizes}, {self.kind})"
+        sizes = "one text" if self.is_text and self.shape == () else sizes
+        kind = "text" if self.is_text else self.kind
+        return f"input {self.name!r} ({'any shape' if self.shape is None else sizes}, {kind})"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it takes text."""
+        return self.kind is not None and self.kind.kind == "O"
 
 
 def inputs_of(graph: onnx.GraphProto, plan: Plan | None = None) -> tuple[Input, ...]:
@@ -90,6 +98,7 @@ _ROW = re.compile("seq|length|time|frame|token", re.IGNORECASE)
 _KINDS = {
     TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BOOL, TensorProto.INT8, TensorProto.INT16,
     TensorProto.INT32, TensorProto.INT64, TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
+    TensorProto.STRING,
 }  # fmt: skip
 
 
@@ -292,9 +301,15 @@ def _fits(found: Sequence[int], shape: Sequence[int] | None) -> bool:
 
 
 def converted(array: Array, value: Input, where: str) -> Array:
-    """Return numbers in the type that an input takes, if none of them changes by it but for rounding."""
+    """Return numbers in the type that an input takes, if none of them changes by it but for rounding; text as it is."""
     if value.kind is None:
         raise DataError(f"input {value.name!r} takes values of a type that nothing can be read as")
+    if value.is_text:
+        try:
+            return as_text(array)
+        except TypeError as error:
+            advice = "save an array of strings, such as np.array(['a', 'b'])"
+            raise DataError(f"{where}: text is expected, got {printable(error, 60)}; {advice}") from error
     if array.dtype.kind not in "fiub":
         raise DataError(f"{where}: numbers are expected, got {printable(array.dtype, 40)}")
     low, high = float(array.min()), float(array.max())
@@ -325,7 +340,7 @@ def fed(how: Preprocessing, picture: Any, value: Input) -> Array:
         settled = value.settle(how)
     except DataError as error:
         raise DataError(f"the network {error}") from error
-    if value.kind is None or value.kind.kind == "b":
+    if value.kind is None or value.kind.kind in "bO":
         raise DataError(f"{value} takes no pictures; use .npy files")
     if value.kind.kind == "f":
         return settled(picture).astype(value.kind, copy=False)
@@ -364,7 +379,8 @@ def _made(source: Any, what: str, inputs: Sequence[Input], limit: int | None) ->
 def _as_feed(value: Any, inputs: Sequence[Input], where: str) -> Feed:
     names = [entry.name for entry in inputs]
     given = value if isinstance(value, Mapping) else {names[0]: value} if len(names) == 1 else {}
-    if not set(names) <= set(given) or isinstance(value, str | bytes | tuple):
+    text = isinstance(value, str) and inputs[0].is_text
+    if not set(names) <= set(given) or (isinstance(value, str | bytes | tuple) and not text):
         got = f"a dict of {', '.join(map(str, value))}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
         wanted = f"a dict of {', '.join(names)}" + (" or an array" if len(names) == 1 else "")
         raise DataError(f"{where}: must be {wanted}, got {printable(got, 120)}")

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anybit.artifact.runtime import TYPES, TooSlow, run_in_time
+from anybit.artifact.texts import TEXT, Words
 from anybit.errors import DataError
 from anybit.graph.view import Graph, Node, origins
 
@@ -36,6 +37,9 @@ BATCHES = (1, 4)
 
 SOUND = ((4096,), *SIZES[2])
 """The same for two dimensions of floating-point numbers: sound, most of the time."""
+
+TEXTS = ((32,), *SIZES[1])
+"""The same for one dimension of text: words of a sentence, most of the time."""
 
 LARGEST = 2**20
 """A remembered size from which on it is taken for a mistake."""
@@ -103,6 +107,7 @@ def made_up_inputs(
     interval: Mapping[str, tuple[float, float]],
     usual: Mapping[str, tuple[int, ...]] | None = None,
     whole: Container[str] = (),
+    words: Mapping[str, Words] | None = None,
     where: str,
 ) -> list[dict[str, Array]]:
     """Return a few inputs that a compiled network takes.
@@ -113,6 +118,7 @@ def made_up_inputs(
         interval: Where floating-point inputs lie, for those of which it is known.
         usual: Shapes to try first, 0 where a size is not known.
         whole: Inputs that are whole numbers whatever their type says.
+        words: What text is drawn from, for each input that takes text.
         where: The file, for errors.
 
     Raises:
@@ -124,7 +130,8 @@ def made_up_inputs(
     reason = ""
     for shapes, number in itertools.product(_shapes(inputs, usual or {}, whole), NUMBERS):
         feeds = [
-            _feed(inputs, shapes, number, ids, interval, whole, np.random.default_rng(seed)) for seed in range(COUNT)
+            _feed(inputs, shapes, number, ids, interval, whole, words or {}, np.random.default_rng(seed))
+            for seed in range(COUNT)
         ]
         try:
             run_in_time(engine, None, feeds[0], SECONDS)
@@ -155,7 +162,9 @@ def _shapes(
     free = [value for value in inputs if any(not isinstance(size, int) for size in value.shape)]
     most = max((len(value.shape) for value in free), default=1)
     long = most == 2 and all(_floats(value, whole) for value in free)
-    for batch, sizes in itertools.product(BATCHES, SOUND if long else SIZES.get(most, ((16, 16),))):
+    row = most == 1 and any(value.type == TEXT for value in free)
+    usual_sizes = SOUND if long else TEXTS if row else SIZES.get(most, ((16, 16),))
+    for batch, sizes in itertools.product(BATCHES, usual_sizes):
         known: dict[str, int] = {}
         shapes = {}
         for value in inputs:
@@ -179,13 +188,16 @@ def _feed(
     ids: int,
     interval: Mapping[str, tuple[float, float]],
     whole: Container[str],
+    words: Mapping[str, Words],
     rng: np.random.Generator,
 ) -> dict[str, Array]:
     lengths = [size for shape in shapes.values() for size in shape[1:2]]
     feed: dict[str, Array] = {}
     for value in inputs:
         kind, shape = TYPES[value.type], shapes[value.name]
-        if _floats(value, whole) and not shape and (bound := _bound(value.name)) is not None:
+        if value.type == TEXT:
+            array = words.get(value.name, Words()).draw(shape, rng)
+        elif _floats(value, whole) and not shape and (bound := _bound(value.name)) is not None:
             array = np.asarray(bound)
         elif _floats(value, whole):
             low, high = interval.get(value.name, (-1.0, 1.0))

@@ -88,7 +88,11 @@ class OnnxModel:
         return self.arrays.get(location(tensor)) if load is None else load()
 
     def array(self, tensor: TensorProto) -> Array:
-        """Return the numbers of a tensor, wherever they are."""
+        """Return the numbers of a tensor, wherever they are; or its texts, as Python strings."""
+        if tensor.data_type == TensorProto.STRING:  # ONNX would give each entry as much room as the longest one needs
+            texts = np.empty(len(tensor.string_data), object)
+            texts[:] = [text.decode("utf-8", "replace") for text in tensor.string_data]
+            return texts.reshape(tuple(tensor.dims))
         apart = self.apart(tensor)
         return numpy_helper.to_array(tensor) if apart is None else apart
 
@@ -137,8 +141,8 @@ def has_nan(array: Array) -> bool:
 
 
 def is_finite(array: Array) -> bool:
-    """Tell whether all entries are finite."""
-    return array.size == 0 or (math.isfinite(array.min()) and math.isfinite(array.max()))
+    """Tell whether all entries are finite; texts are not."""
+    return array.dtype.kind != "O" and (array.size == 0 or (math.isfinite(array.min()) and math.isfinite(array.max())))
 
 
 def set_nodes(graph: onnx.GraphProto, nodes: Iterable[NodeProto]) -> None:
@@ -154,6 +158,11 @@ def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     for node in graph.node:
         for inner in subgraphs(node):
             yield from all_graphs(inner)
+
+
+def entry_type(value: onnx.ValueInfoProto) -> onnx.TypeProto:
+    """Return the type of a value, or of the entries of one that is a sequence."""
+    return value.type.sequence_type.elem_type if value.type.HasField("sequence_type") else value.type
 
 
 def names_in(graph: onnx.GraphProto) -> set[str]:

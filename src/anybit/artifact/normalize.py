@@ -16,7 +16,7 @@ import onnx
 from onnx import NodeProto, TensorProto, numpy_helper
 from onnx.inliner import inline_local_functions
 
-from anybit.artifact.model import OnnxModel, all_graphs, set_nodes
+from anybit.artifact.model import OnnxModel, all_graphs, entry_type, set_nodes
 from anybit.errors import FileError
 from anybit.graph.onnx_nodes import OPSET, subgraphs, used_by
 
@@ -78,7 +78,8 @@ def as_bytes(graph: onnx.GraphProto) -> None:
     """Store all tensors as plain bytes; ONNX knows several ways, and each reader of files would have to."""
     for part in all_graphs(graph):
         for tensor in [*part.initializer, *(a.t for n in part.node for a in n.attribute if a.HasField("t"))]:
-            if tensor.data_location != TensorProto.EXTERNAL and not tensor.HasField("raw_data"):
+            plain = tensor.HasField("raw_data") or tensor.data_type == TensorProto.STRING  # text has but one way
+            if tensor.data_location != TensorProto.EXTERNAL and not plain:
                 tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
 
 
@@ -89,8 +90,8 @@ def _free_sizes(graph: onnx.GraphProto) -> None:
             if dim.dim_value < 1 and not dim.dim_param:
                 dim.dim_param = f"{value.name}_{d}"
     for value in graph.output:
-        if value.type.HasField("tensor_type"):
-            value.type.tensor_type.ClearField("shape")
+        if entry_type(value).HasField("tensor_type"):
+            entry_type(value).tensor_type.ClearField("shape")
 
 
 def _as_tensors(graph: onnx.GraphProto) -> None:

@@ -98,5 +98,15 @@ def outputs_at(
     made: dict[str, list[Array]] = {}
     for feed in feeds:
         for name, value in run(feed).items():
-            made.setdefault(name, []).append(np.asarray(value))
+            made.setdefault(name, []).append(_whole(value))
     return [as_one(parts) for parts in made.values()]
+
+
+def _whole(value: Any) -> Array:
+    """Return an output as one array, also where it is a list of them.
+
+    >>> _whole([np.ones((1, 2)), np.ones(1)]).tolist()
+    [1.0, 1.0, 1.0]
+    """
+    parts = [np.ravel(part) for part in value] if isinstance(value, list) else []
+    return np.concatenate(parts) if parts else np.asarray(value)

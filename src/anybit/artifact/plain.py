@@ -149,8 +149,10 @@ def _settle(model: OnnxModel) -> None:
         for names in (node.input, node.output):
             names[:] = [swap.get(name, name) for name in names]
         nodes.append(node)
+    texts = [tensor for tensor in graph.initializer if tensor.data_type == TensorProto.STRING]
+    numbers = [tensor for tensor in graph.initializer if tensor.data_type != TensorProto.STRING]
     model.set_initializers(
-        [model.tensor(model.array(tensor), swap.get(tensor.name, tensor.name)) for tensor in graph.initializer]
+        [*(model.tensor(model.array(tensor), swap.get(tensor.name, tensor.name)) for tensor in numbers), *texts]
     )
     del graph.value_info[:]
     del graph.input[:]
@@ -193,7 +195,7 @@ def _settle_casts(model: OnnxModel) -> None:
 
 def _fold_constants(model: OnnxModel) -> None:
     """Compute what depends on constants alone and stands between a stored tensor and its use."""
-    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    held = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type != TensorProto.STRING}
     outputs = {value.name for value in model.graph.output}
     kept, room = [], MOST_GROWTH
     made: dict[tuple[str, tuple[int, ...], bytes], str] = {}

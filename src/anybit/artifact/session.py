@@ -25,7 +25,8 @@ from anybit.artifact.made_up import made_up_inputs, shapes_in
 from anybit.artifact.master import Master, open_master
 from anybit.artifact.prefer import ASKED, WEIGHTS, Notes, Times, check_preference, fastest, forms, interleaved
 from anybit.artifact.quantized_graph import quantized_graph
-from anybit.artifact.runtime import TYPES, batch_advice, compile_model, memory_advice
+from anybit.artifact.runtime import TYPES, as_type, batch_advice, compile_model, memory_advice
+from anybit.artifact.texts import TEXT, words_of
 from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.plan.numbers import Kept, Numbers
@@ -219,6 +220,7 @@ class Session:
                 interval={name: (r.low, r.high) for name, r in ranges.items()},
                 usual=usual,
                 whole=cast_values(self.master.model),
+                words=words_of(self.master.graph.graph),
                 where=str(self.master.path),
             )[0]
         except DataError as error:
@@ -236,11 +238,14 @@ class Session:
 def _as_input(x: npt.ArrayLike, wanted: Wanted) -> Array:
     """Return an array of the type and shape that an input wants, or say what it wants."""
     try:
-        array = np.asarray(x)
         kind = TYPES[wanted.type]
-        if array.dtype.kind not in "fiub" or (np.issubdtype(kind, np.integer) and array.dtype.kind == "f"):
+        array = as_type(x, TEXT) if wanted.type == TEXT else np.asarray(x)
+        whole = np.issubdtype(kind, np.integer)
+        if wanted.type != TEXT and (array.dtype.kind not in "fiub" or (whole and array.dtype.kind == "f")):
             raise TypeError
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError) as error:
+        if wanted.type == TEXT:
+            raise DataError(f"input {wanted.name!r} takes text; got {printable(error, 60)}") from None
         found = getattr(x, "dtype", type(x).__name__)
         raise DataError(f"input {wanted.name!r} takes numbers of type {wanted.type}; got {found}") from None
     shape = wanted.shape

@@ -247,7 +247,8 @@ def _raw_data(file: BinaryIO, field: protobuf_scan.Field) -> protobuf_scan.Field
     """Return where the numbers of a large initializer lie; nothing for all other fields of a graph."""
     if field.number != protobuf_scan.INITIALIZER or field.is_number or field.length < LARGE:
         return None
-    found = [part for part in protobuf_scan.scan(file, field.end, field.start) if part.number == protobuf_scan.RAW_DATA]
+    parts = protobuf_scan.scan(file, field.end, field.start, most=_MOST_FIELDS)  # text has a field for each entry
+    found = [part for part in parts if part.number == protobuf_scan.RAW_DATA]
     return found[0] if len(found) == 1 and not found[0].is_number and found[0].length >= LARGE else None
 
 

@@ -41,8 +41,8 @@ def run(
 ) -> None:
     """Run a network on files one by one, and print what it says and which width served each.
 
-    Scores of classes become the best class; of other outputs shape and range are told. A machine without a battery
-    counts as on mains: policy battery then runs in floating point.
+    Scores of classes become the best class; text is told as it is, of other outputs shape and range. A machine without
+    a battery counts as on mains: policy battery then runs in floating point.
 
     Example: anybit run model.onnx images/*.png --bits W4A8
     """
@@ -74,6 +74,7 @@ def _tell(session: Session, label: str, feed: dict[str, Any], out: Path | None, 
     import numpy as np
 
     from anybit.artifact.answers import answers, outputs_of
+    from anybit.artifact.texts import storable
 
     outputs, used = outputs_of(session, feed)
     found = answers(outputs, len(session.feeding.labels))
@@ -82,7 +83,7 @@ def _tell(session: Session, label: str, feed: dict[str, Any], out: Path | None, 
         for answer in found:
             plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in answer.name)[:60]
             path = out.with_name(f"{out.name}-{plain}.npy" if len(found) > 1 else f"{out.name}.npy")
-            np.save(path, outputs[answer.name])
+            np.save(path, storable(outputs[answer.name]))
             written[answer.name] = str(path)
     best = next((answer.best for answer in found if answer.best is not None), None)
     if as_json:
@@ -91,11 +92,14 @@ def _tell(session: Session, label: str, feed: dict[str, Any], out: Path | None, 
             said |= {"class": best, "label": session.feeding.label(best)}
         said["outputs"] = [
             {"name": a.name, "shape": list(a.shape), "low": finite(a.low), "high": finite(a.high),
+             **({} if a.texts is None else {"text": list(a.texts)}),
              **({"file": written[a.name]} if written else {})}
             for a in found
         ]  # fmt: skip
         typer.echo(json.dumps(said))
         return
+    if any(answer.texts is not None for answer in found):  # the name of a class says more than its number
+        best = None
     text = session.feeding.label(best) if best is not None else "; ".join(printable(a, 200) for a in found)
     say(f"{used!s:6} {text:16} {label}")
 

@@ -26,6 +26,7 @@ def read_onnx(proto: onnx.ModelProto, constants: dict[str, Array]) -> Graph:
         proto: The model; large initializers may be without their numbers.
         constants: All initializers, by name.
     """
+    constants = {name: array for name, array in constants.items() if array.dtype.kind != "O"}  # text is never computed
     graph = Graph(constants=constants)
     graph.inputs = [value.name for value in proto.graph.input if value.name not in constants]
     graph.outputs = [value.name for value in proto.graph.output]
