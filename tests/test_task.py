@@ -498,6 +498,14 @@ def test_brackets_stay_in_the_help(capsys: pytest.CaptureFixture[str], monkeypat
     assert "\\[" not in text
 
 
+@pytest.mark.usefixtures("here")
+def test_lines_break_where_they_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    assert "any width, with kurtosis; an empty one trains without any penalty." in said(capsys, "train", "--help")
+    words = ("sweep", "mine.py:make", "--weights", "best.pt", "--data", "mine.py:one", "--widths", "FP")
+    assert said(capsys, *words).splitlines()[0] == "test accuracy in %, mine.py:one, n = 30"
+
+
 def test_training_leaves_malloc_to_whoever_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ctypes
 
