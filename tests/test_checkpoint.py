@@ -391,7 +391,10 @@ def test_what_is_more_than_a_state_dict_is_refused_and_not_run(tmp_path: Path) -
     refused(tmp_path / "bomb.pt", match="more than tensors in it")
     assert not (tmp_path / "boom").exists()
     torch.save(make(), tmp_path / "whole.pt")
-    refused(tmp_path / "whole.pt", match=r"more than tensors in it.*save model.state_dict\(\) again with torch.save")
+    refused(
+        tmp_path / "whole.pt",
+        match=r"more than tensors in it.*\(it holds [\w.]+\); save model.state_dict\(\) again with torch.save",
+    )
     torch.save([torch.zeros(3)], tmp_path / "list.pt")
     refused(tmp_path / "list.pt", match="more than names and tensors in it")
     torch.save({"a": 1}, tmp_path / "numbers.pt")

@@ -327,8 +327,19 @@ class Detector(nn.Module):
 def test_a_detector_says_what_it_needs_and_takes_it() -> None:
     net = anybit.prepare(Detector().eval(), torch.randn(2, 1, 8, 8), input_range=(-4.0, 4.0))
     data = [(torch.randn(3, 1, 8, 8), [{"boxes": 1}] * 3)]
-    with pytest.raises(DataError, match=r"as detectors do, which has no accuracy; pass metric="):
+    with pytest.raises(DataError, match=r"as detectors do, which has no accuracy; take metric='relative"):
         anybit.sweep(net, data, widths=["W8A8"])
+    x = data[0][0]
+    with net.at(weights=32, activations=32):
+        want = torch.cat(list(net(x).values()), 1).detach()
+    with net.at(weights=8, activations=8):
+        got = torch.cat(list(net(x).values()), 1).detach()
+    for batch, metric in ((data[0], "relative error"), (x, None)):
+        (row,) = anybit.sweep(net, [batch], widths=["W8A8"], metric=metric)
+        assert row.accuracy == pytest.approx(float((got - want).norm() / want.norm()), rel=1e-4)
+        assert (row.metric, row.n) == ("relative error", 3)
+    with pytest.raises(DataError, match=r"no scores of classes; take metric='relative error'"):
+        anybit.sweep(net, data, widths=["W8A8"], metric="agreement")
 
     def found(outputs: dict[str, Tensor], targets: list[object]) -> tuple[float, int]:
         return float((outputs["scores"] > 0).float().mean(1).sum()), len(targets)

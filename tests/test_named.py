@@ -24,6 +24,12 @@ def load():
 
 def wrong():
     return 5
+
+def broken():
+    raise KeyError("images")
+
+def needs(path):
+    return path
 """
 
 
@@ -31,6 +37,7 @@ def wrong():
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_own_data.py").write_text(CODE)
+    (tmp_path / "half.py").write_text("def load(:")
     return tmp_path
 
 
@@ -63,7 +70,10 @@ def test_a_name_in_a_file_from_somebody_else_starts_no_code() -> None:
     [
         ("gone.py:load", r"gone.py: no such file"),
         ("no_such_module_here:load", r"there is no module 'no_such_module_here' here; start from the folder"),
-        ("my_own_data.py:lod", r"my_own_data.py has no 'lod'"),
+        ("my_own_data.py:lod", r"my_own_data.py has no 'lod'; did you mean 'load'"),
+        ("my_own_data.py:broken", r"broken fails with KeyError: 'images' \(my_own_data.py, line 19\); --debug shows"),
+        ("my_own_data.py:needs", r"needs fails with TypeError: .* missing 1 required .* 'path'; --debug shows more"),
+        ("half.py:load", r"half.py:load fails with SyntaxError: .*\(half.py, line 1\); --debug shows more"),
     ],
 )
 def test_code_that_is_not_there_is_one_clear_line(name: str, message: str) -> None:

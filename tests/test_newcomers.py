@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import anybit
-from anybit.errors import CaptureError, PenaltyError, SpecError
+from anybit.errors import CaptureError, DataError, PenaltyError, SpecError
 
 
 def network() -> nn.Module:
@@ -69,3 +69,43 @@ def test_a_branch_on_data_is_said_without_a_dump(capfd: pytest.CaptureFixture[st
         anybit.prepare(Branch(), torch.randn(2, 4))
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
+
+
+def test_a_network_in_the_place_of_rows(tmp_path: Path) -> None:
+    net = anybit.prepare(network().eval(), torch.randn(2, 4), input_range=(-4.0, 4.0))
+    with pytest.raises(SpecError, match=r"report takes rows, or net= and loader= by name to measure them; got Quant"):
+        anybit.report(net, tmp_path / "report.html")  # type: ignore[arg-type]
+
+
+def test_widths_in_the_ways_that_people_write_them(tmp_path: Path) -> None:
+    x = torch.randn(6, 4)
+    net = anybit.prepare(network().eval(), x, input_range=(-4.0, 4.0))
+    anybit.save(net, tmp_path / "m.onnx")
+    for switch in (net, anybit.load(tmp_path / "m.onnx")):
+        switch.set_bits(weights=4, activations=8)
+        switch.set_bits("W3A8")
+        assert str(switch.bits) == "W3A8"
+        switch.set_bits((4, 4))
+        assert str(switch.bits) == "W4A4"
+        with pytest.raises(SpecError, match=r'widths are a pair .* such as \(8, 8\) or "W8A8"; got 4'):
+            switch.set_bits(4)  # type: ignore[arg-type]
+        for wrong in ({"weights": 4}, {"activations": 4}, {}):
+            with pytest.raises(SpecError, match='widths are "W4A8", or weights=4 and activations=8, both of them'):
+                switch.set_bits(**wrong)
+        with pytest.raises(SpecError, match="both of them"):
+            switch.set_bits("W4A8", weights=4)
+        assert str(switch.bits) == "W4A4"
+
+
+def test_a_sweep_without_widths_and_loaders_that_it_cannot_go_through() -> None:
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    net = anybit.prepare(network().eval(), x, input_range=(-4.0, 4.0))
+    rows = anybit.sweep(net, [(x, y)])
+    assert [str(row.bits) for row in rows] == ["FP", "W8A8", "W4A8", "W4A4"]
+    assert anybit.sweep(net, [(x, y)], widths="FP,W8A8, W4A8 W4A4") == rows
+    with pytest.raises(DataError, match="the loader can be gone through once only; pass a list of batches"):
+        anybit.sweep(net, (batch for batch in [(x, y)]))
+    with pytest.raises(SpecError, match=r"sweep takes a network from anybit.prepare\(.*\), got Sequential"):
+        anybit.sweep(network(), [(x, y)])  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="prepared with inputs without names: prepare it with such a dict"):
+        anybit.sweep(net, [{"a": x, "b": x, "label": y}])

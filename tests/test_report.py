@@ -474,6 +474,12 @@ def test_the_verb_puts_runs_side_by_side_and_opens_the_page(
     assert opened == [(one / "report.html").as_uri()]
 
 
+def test_a_page_of_one_run_speaks_of_no_differences() -> None:
+    rows = [Row("a", 0, 4, 4, accuracy=0.5, loss=1.0, n=9), Row("b", 0, 4, 4, accuracy=0.6, loss=1.0, n=9)]
+    assert "differences in points" not in page.render([RowFile("t", tuple(rows[:1]), {})])
+    assert "differences in points" in page.render([RowFile("t", tuple(rows), {})])
+
+
 def test_a_page_about_an_error_has_no_percent_and_lower_is_better() -> None:
     def rows(label: str, values: dict[int, float]) -> tuple[Row, ...]:
         return tuple(

@@ -210,6 +210,6 @@ def test_of_two_processes_one_speaks(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(text + "[speed]\nchannels_last = true\naccumulate = 2\n")
     done = together(["-m", "anybit", "train", "a.toml"], cwd=tmp_path)
     assert done.stdout.count("validation accuracy") == 1
-    assert done.stderr.count("has no table [penalty]") == 1
+    assert done.stderr.count("training for any width (any_width = true") == 1
     assert "strides" not in done.stderr
     assert (tmp_path / "runs" / "a-0" / "model.safetensors").is_file()

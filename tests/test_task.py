@@ -56,6 +56,25 @@ def one():
 def unlabelled():
     return DataLoader(X[90:], 16)
 
+def optional():
+    return pairs(0, 65), None, pairs(90, 120)
+
+def listed():
+    return list(loaders())
+
+def too_many():
+    return [one()] * 4
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y))
+
+def stream():
+    return DataLoader(Stream(), 16), one()
+
+def numbers():
+    return pairs(0, 65, X[:, 0, 0, :3]), pairs(65, 90, X[:, 0, 0, :3]), pairs(90, 120, X[:, 0, 0, :3])
+
 def masks():
     return pairs(0, 60, MASKS), pairs(60, 90, MASKS), pairs(90, 120, MASKS)
 
@@ -108,7 +127,10 @@ def test_code_makes_a_network(word: str, here: Path) -> None:
         ("mine.py:four", "must return a torch.nn.Module, returned tuple"),
         ("mine.py:gone", "has no 'gone'"),
         ("small-cov", "did you mean 'small-conv'"),
-        ("small-conv", r"small-conv needs weights \(--weights FILE\), or data to be trained on"),
+        (
+            "small-conv",
+            r"small-conv comes without weights; say --weights FILE, or first: anybit train small-conv",
+        ),
         ("timm/resnet18", "needs timm, which cannot be imported .* run: pip install timm"),
     ],
 )
@@ -261,13 +283,19 @@ def test_weights_that_do_not_fit_leave_the_network_alone() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_loaders_are_a_data_set() -> None:
-    for word, there in (("loaders", (1, 1, 1)), ("two", (1, 0, 1)), ("one", (0, 0, 1))):
+    for word, there in (
+        ("loaders", (1, 1, 1)), ("two", (1, 0, 1)), ("one", (0, 0, 1)), ("optional", (1, 0, 1)), ("listed", (1, 1, 1)),
+    ):  # fmt: skip
         data = load_dataset(f"mine.py:{word}", code=True)
         assert tuple(int(part is not None) for part in (data.train, data.validation, data.test)) == there
         assert data.shape == (1, 8, 8)
     assert load_dataset("mine.py:loaders", code=True).count_classes() == 3
     with pytest.raises(DataError, match=r"mine.py:four: must return one loader, or .*; returned tuple of 4"):
         load_dataset("mine.py:four", code=True)
+    with pytest.raises(DataError, match=r"must return one loader, or .*; returned list of 4"):
+        load_dataset("mine.py:too_many", code=True)
+    with pytest.raises(DataError, match="training needs a loader with a length"):
+        _ = load_dataset("mine.py:stream", code=True).train.steps
     with pytest.raises(DataError, match=r"a search needs validation data, and mine.py:two has none"):
         load_dataset("mine.py:two", code=True).need("validation", "a search")
 
@@ -320,6 +348,10 @@ def test_what_is_needed_is_asked_for_by_name() -> None:
         load_task("best.pt", data="digits")
     with pytest.raises(SpecError, match="no device 'gpu' here"):
         pick_device("gpu")
+    with pytest.raises(
+        CheckpointError, match=r"no such file; say a run, a checkpoint, small-conv.*did you mean 'small-co"
+    ):
+        load_task("smal-conv", data="digits")
     with pytest.raises(SpecError, match="with --weights say which one"):
         load_task("gone", weights="best.pt", data="digits")
     task = load_task("mine.py:make", data="mine.py:one")
@@ -416,6 +448,35 @@ def test_a_recipe_names_code_and_a_loss(tmp_path: Path) -> None:
     assert all(torch.equal(first[key], value) for key, value in again.state_dict().items())
 
 
+def test_numbers_are_no_classes_and_that_is_said_before_the_first_step(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("train", "mine.py:make", "--data", "mine.py:numbers", "--epochs", "1", "--lr", "0.01", "--out", "run")
+    assert "are no classes for cross-entropy; name another loss, such as torch.nn" in said(capsys, *words, code=2)
+    words += ("--loss", "torch.nn.functional:mse_loss")
+    assert "have no accuracy; take metric='mean absolute error'" in said(capsys, *words, code=2)
+    assert not (here / "run" / "log.jsonl").exists()  # it did not begin
+    assert "validation mean squared error 0." in said(capsys, *words, "--metric", "mean-squared-error")
+
+
+@pytest.mark.usefixtures("here")
+def test_loaders_are_counted_and_streams_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "data", "mine.py:two")
+    assert "train      65 examples in 5 batches" in out
+    assert "validation none" in out
+    assert "train      a loader without a length" in said(capsys, "data", "mine.py:stream")
+
+
+@pytest.mark.usefixtures("here")
+def test_that_no_weight_is_narrow_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sweep", "mine.py:make", "--weights", "best.pt", "--data", "mine.py:one", "--widths", "FP,W4A4")
+    for more, told in (((), True), (("--sensitive", "same"), False)):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
+        note = "every weight keeps 8 bits or more (first layer, last layer); --sensitive same makes"
+        assert (note in capsys.readouterr().err) is told
+
+
 def test_a_master_holds_no_folder_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     secret = tmp_path / "a-secret-folder"
     secret.mkdir()
@@ -435,6 +496,14 @@ def test_brackets_stay_in_the_help(capsys: pytest.CaptureFixture[str], monkeypat
     text = said(capsys, "train", "--help")
     assert "[penalty]" in text
     assert "\\[" not in text
+
+
+@pytest.mark.usefixtures("here")
+def test_lines_break_where_they_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    assert "any width, with kurtosis; an empty one trains without any penalty." in said(capsys, "train", "--help")
+    words = ("sweep", "mine.py:make", "--weights", "best.pt", "--data", "mine.py:one", "--widths", "FP")
+    assert said(capsys, *words).splitlines()[0] == "test accuracy in %, mine.py:one, n = 30"
 
 
 def test_training_leaves_malloc_to_whoever_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

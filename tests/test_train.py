@@ -617,7 +617,7 @@ def test_the_command_trains_with_the_flagship_unless_told_otherwise(
             main(["train", str(path), "--out", str(tmp_path / name)])
         assert exit_code.value.code in (None, 0)
         said = capsys.readouterr().err
-        assert ("has no table [penalty]: training for any width (any_width = true, kurtosis = 0.1" in said) is default
+        assert ("training for any width (any_width = true, kurtosis = 0.1" in said) is default
         run = json.loads((tmp_path / name / "run.json").read_text())
         assert (run["recipe"]["penalty"]["kurtosis"] > 0) is default
         lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]

@@ -147,6 +147,22 @@ def pictures(folder: Path) -> None:
         Image.fromarray((picture * 15.9375).astype(np.uint8)).save(folder / f"{number}.png")
 
 
+OWN = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+
+def loaders():
+    x, y = torch.rand(20, 1, 8, 8), torch.arange(20) % 10
+    return [(x, y)], [(x, y)]
+
+if __name__ == "__main__":
+    torch.save(make().state_dict(), "best.pt")
+"""
+
+
 @pytest.fixture(scope="module")
 def desk(full: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a reader's own files in it, and nothing else."""
@@ -156,6 +172,9 @@ def desk(full: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = run(full, folder, "python", "-c", "import importlib.resources as i; "
                  "print((i.files('anybit') / 'recipes' / 'digits-base.toml').read_text())")  # fmt: skip
     (folder / "recipe.toml").write_text(recipe)
+    for name in ("my_model.py", "my_data.py"):
+        (folder / name).write_text(OWN)
+    run(full, folder, "python", "my_model.py")
     return folder
 
 

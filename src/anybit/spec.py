@@ -84,6 +84,19 @@ class Bits:
             return cls(*value)
         raise SpecError(f'{what} a pair (weights, activations) such as (8, 8) or "W8A8"; got {value!r:.60}')
 
+    @classmethod
+    def asked(cls, pair: Bits | str | tuple[int, int] | None, weights: int | None, activations: int | None) -> Bits:
+        """Return widths that are given as a pair or one by one.
+
+        >>> Bits.asked("W4A8", None, None) == Bits.asked(None, 4, 8)
+        True
+        """
+        if pair is not None and weights is None and activations is None:
+            return cls.of(pair)
+        if pair is not None or weights is None or activations is None:
+            raise SpecError('widths are "W4A8", or weights=4 and activations=8, both of them')
+        return cls(weights, activations)
+
     def __str__(self) -> str:
         if self.weights == self.activations == FLOAT:
             return "FP"
@@ -97,11 +110,11 @@ Widths = Iterable["Bits | str | tuple[int, int]"] | str
 def widths_of(widths: Widths) -> list[Bits]:
     """Return pairs of widths as values.
 
-    >>> widths_of(["FP", (8, 8)]) == widths_of("FP W8A8")
+    >>> widths_of(["FP", (8, 8)]) == widths_of("FP W8A8") == widths_of("FP,W8A8")
     True
     """
     if isinstance(widths, str):
-        widths = widths.split()
+        widths = [word for word in re.split(r"[\s,]+(?=[a-zA-Z])|\s+", widths) if word]
     elif isinstance(widths, Bits) or not isinstance(widths, Iterable):
         raise SpecError(
             'widths are a list of pairs (weights, activations), such as [(8, 8), (4, 4)] or "W8A8 W4A4"; got '

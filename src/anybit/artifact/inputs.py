@@ -356,12 +356,7 @@ def _function(what: str) -> Any:
     """Return the function, or list, that `module:name` or `file.py:name` stands for; None for anything else."""
     if Path(what).exists() or not is_code(what):
         return None
-    try:
-        return by_name(what)
-    except AnybitError:
-        raise
-    except Exception as error:
-        raise DataError(f"{what}: cannot be loaded ({type(error).__name__}: {printable(error, 200)})") from error
+    return by_name(what)
 
 
 def _made(source: Any, what: str, inputs: Sequence[Input], limit: int | None) -> Iterator[tuple[str, Feed]]:

@@ -122,11 +122,19 @@ class Session:
         return Preprocessing.of(self.master.header.about, where=str(self.master.path))
 
     def set_bits(
-        self, *, weights: int, activations: int, layers: LayerWidths | None = None, prefer: str | None = None
+        self,
+        pair: Bits | str | tuple[int, int] | None = None,
+        /,
+        *,
+        weights: int | None = None,
+        activations: int | None = None,
+        layers: LayerWidths | None = None,
+        prefer: str | None = None,
     ) -> None:
         """Run at these widths from now on; 32 means floating point.
 
         Args:
+            pair: Both widths at once: "W4A8", (4, 8), or "FP".
             weights: The width of every weight.
             activations: The width of every activation.
             layers: Other widths for points whose name matches a pattern, as (weights, activations).
@@ -134,7 +142,7 @@ class Session:
                 this is measured, which takes seconds. With "widths" the widths are what was asked for.
         """
         how = self.prefer if prefer is None else check_preference(prefer)
-        self._now = self._compiled(Bits(weights, activations), layers, how)
+        self._now = self._compiled(Bits.asked(pair, weights, activations), layers, how)
 
     def _compiled(self, bits: Bits, layers: LayerWidths | None, prefer: str) -> Compiled:
         # Codes are made anew for each width: an engine keeps what it needs of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import length_hint
 from typing import Annotated
 
 import typer
@@ -33,7 +34,9 @@ def data(
         if split is None:
             say(f"{part:<10} none")
         elif isinstance(split, Given):
-            say(f"{part:<10} a loader of {type(split.loader).__name__}")
+            sizes = {"examples": getattr(split.loader, "dataset", ()), "batches": split.loader}
+            counts = [f"{length_hint(of):,} {what}" for what, of in sizes.items() if length_hint(of)]
+            say(f"{part:<10} {' in '.join(counts) or 'a loader without a length'}")
         else:
             count = Counter(split.y.tolist())
             each = [count.get(label, 0) for label in range(len(found.classes))]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from anybit.cli import options
-from anybit.cli.show import accuracy_table, console, progress_bars, say
+from anybit.cli.show import console, progress_bars, say, show_table
 from anybit.pages.message import message, results
 
 
@@ -37,8 +37,7 @@ def demo(
     said = message(found)
     console.print(" ".join([f"{said.head}.", *said.more]), highlight=False, markup=False)
     shown = [summary for (_, bits), summary in found.found.items() if bits in found.equal]
-    title = "test accuracy in %, mean (lowest-highest seed); gain in points"
-    console.print(accuracy_table(title, shown, gain=(PLAIN, TRAINED)))
+    show_table("mean (lowest-highest seed); gain in points", shown, gain=(PLAIN, TRAINED))
     for note in file.notes:
         console.print(note, highlight=False)
     say(f"{time.perf_counter() - begin:.0f} s. Look at {out}/report.html; the numbers are in {out}/rows.json.")

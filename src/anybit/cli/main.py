@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import warnings
@@ -71,8 +72,9 @@ PANELS: dict[str, dict[str, str]] = {
 
 
 def _literally(function: Callable[..., object]) -> Callable[..., object]:
-    """Let help texts say [brackets], which would be taken for markup."""
-    function.__doc__ = escape(function.__doc__ or "")
+    """Let help texts say [brackets], which would be taken for markup, and break lines where the terminal ends."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    function.__doc__ = escape("\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))
     for hint in get_type_hints(function, include_extras=True).values():
         for info in getattr(hint, "__metadata__", ()):
             if isinstance(getattr(info, "help", None), str) and id(info) not in _escaped:

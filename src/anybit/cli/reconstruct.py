@@ -36,7 +36,7 @@ def reconstruct(
     if not calibrate:
         raise SpecError("anybit reconstruct needs inputs, 64 to 512 of them: say --calibrate WHAT")
     target = out or master.with_name(f"{master.stem}-reconstructed.onnx")
-    pairs = widths_of(bits.replace(",", " "))
+    pairs = widths_of(bits)
     session = load(master)
     with progress_bars():
         feeds = [feed for _, feed in read_feeds(calibrate, session.takes, session.feeding, limit=limit)]

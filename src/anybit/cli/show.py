@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +11,10 @@ from rich.table import Table
 from anybit.common.bars import errors, progress_bars
 from anybit.pages.rows import SHARES, Summary, shown
 
-__all__ = ["accuracy_table", "console", "errors", "metric_table", "note", "progress_bars", "say"]
+if TYPE_CHECKING:
+    from anybit.plan.points import Plan
+
+__all__ = ["console", "errors", "note", "note_widths", "progress_bars", "say", "show_table"]
 
 console = Console(emoji=False)
 """A file may be called :boom:, and is then shown so."""
@@ -26,18 +30,21 @@ def note(text: str) -> None:
     errors.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def metric_table(metric: str, about: str, summaries: Iterable[Summary]) -> Table:
-    """Return the values of a metric by width, one column per label."""
-    return accuracy_table(f"test {metric}{' in %' * (metric in SHARES)}, {about}", summaries, metric=metric)
+def note_widths(plan: Plan) -> None:
+    """Say that no weight becomes narrower than 8 bits, where that is so: all widths of a small network look alike."""
+    if plan.weights and all(weight.floor >= 8 for weight in plan.weights):
+        reasons = ", ".join(dict.fromkeys(weight.because for weight in plan.weights))
+        note(f"every weight keeps 8 bits or more ({reasons}); --sensitive same makes all of them as narrow as asked")
 
 
-def accuracy_table(
-    title: str, summaries: Iterable[Summary], *, gain: tuple[str, str] | None = None, metric: str = "accuracy"
-) -> Table:
-    """Return accuracy by width, one column per label; `gain=(from, to)` adds the difference in points."""
+def show_table(
+    about: str, summaries: Iterable[Summary], *, gain: tuple[str, str] | None = None, metric: str = "accuracy"
+) -> None:
+    """Print a metric by width, one column per label; `gain=(from, to)` adds the difference in points."""
     found = {(s.label, s.bits): s for s in summaries}
     labels = list(dict.fromkeys(label for label, _ in found))
-    table = Table(title=title, title_justify="left", title_style="bold")
+    title = f"test {metric}{' in %' * (metric in SHARES)}, {about}"
+    table = Table()
     table.add_column("widths")
     for head in [*labels, "gain"] if gain else labels:
         table.add_column(head, justify="right")
@@ -47,7 +54,8 @@ def accuracy_table(
             before, after = found.get((gain[0], bits)), found.get((gain[1], bits))
             cells.append(f"{100 * (after.mean - before.mean):+.1f}" if before and after else "")
         table.add_row(str(bits), *cells)
-    return table
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
 
 
 def _cell(summary: Summary | None, metric: str) -> str:

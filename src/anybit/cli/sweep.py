@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anybit.cli import options
-from anybit.cli.show import console, metric_table, progress_bars, say
+from anybit.cli.show import note_widths, progress_bars, say, show_table
 from anybit.common.progress import Start
 from anybit.pages.rows import GRID, RowFile, summarize, write_rows
 from anybit.spec import Bits, widths_of
@@ -65,7 +65,7 @@ def sweep(
         typer.echo(json.dumps([row.to_dict() for row in rows], indent=1))
         return
     shown = [row for row in rows if widths != "all" or target is None or row.weights == row.activations]
-    console.print(metric_table(rows[0].metric, f"{task.data.name}, n = {rows[0].n}", summarize(shown)))
+    show_table(f"{task.data.name}, n = {rows[0].n}", summarize(shown), metric=rows[0].metric)
     if len(shown) < len(rows):
         say(f"{len(rows)} pairs of widths were measured; anybit report {target} shows them all")
     if target:
@@ -83,6 +83,7 @@ def measured(
     ready = start("quantizing", 1)
     net = task.network(calibrate=calibrate, **chosen)
     ready(1)
+    note_widths(net.plan)
     if plan:
         say(net.plan)
     advance = start("widths", len(pairs))

@@ -29,6 +29,9 @@ def train(
     data: options.Data = None,
     epochs: Annotated[int | None, typer.Option(help="Other than the recipe's; 10 without one.", min=1)] = None,
     lr: Annotated[float | None, typer.Option(help="Another learning rate than the recipe's.")] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="What to minimize: my_loss.py:loss, of outputs and targets; else cross-entropy.")
+    ] = None,
     metric: options.Metric = None,
     size: options.Size = None,
     device: options.Device = None,
@@ -56,8 +59,8 @@ def train(
     # Of several processes that torchrun started, one speaks.
     leads = os.environ.get("RANK", "0") == "0"
     init = None if weights is None else str(weights)
-    changes: dict[str, Any] = {"init": init, "data__name": data, "data__size": size, "metric": metric, "seed": seed}
-    changes |= {"epochs": epochs, "optimizer__lr": lr}
+    changes: dict[str, Any] = {"init": init, "data__name": data, "data__size": size, "seed": seed}
+    changes |= {"epochs": epochs, "optimizer__lr": lr, "loss": loss, "metric": metric}
     asked: dict[str, Any] = {"resume": resume, "save_every": save_every, "board": tensorboard}
     with progress_bars() if leads else contextlib.nullcontext(quiet) as start, _silence(not leads):
         folder, results = _train(recipe, changes, device, out, overwrite, start, **asked)
@@ -114,8 +117,8 @@ def _train(
         raise FileError(f"{folder}: holds a finished run; choose another folder with --out, or say --overwrite")
     if plan.penalty is FLAGSHIP:
         note(
-            f"{recipe} has no table [penalty]: training for any width (any_width = true, kurtosis = "
-            f"{FLAGSHIP.kurtosis:g}, optimizer.average = {plan.optimizer.average:g}); an empty [penalty] trains without"
+            f"training for any width (any_width = true, kurtosis = {FLAGSHIP.kurtosis:g}, optimizer.average = "
+            f"{plan.optimizer.average:g}); a recipe with an empty table [penalty] trains without"
         )
     try:
         data = load_dataset(plan.data.name, code=True, size=plan.data.size)

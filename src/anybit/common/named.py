@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
-from anybit.errors import SpecError
+from anybit.common.text import did_you_mean, first_line
+from anybit.errors import AnybitError, SpecError
 
 
 def is_code(name: str) -> bool:
@@ -36,9 +38,35 @@ def by_name(name: str) -> Any:
         found = _from_file(Path(module)) if module.endswith(".py") else _imported(module)
     except ModuleNotFoundError as error:
         raise SpecError(f"{name}: there is no module {error.name!r} here; start from the folder that has it") from error
+    except AnybitError:
+        raise
+    except Exception as error:
+        raise SpecError(_own_error(name, error)) from error
     if not hasattr(found, attribute):
-        raise SpecError(f"{name}: {module} has no {attribute!r}")
+        hint = did_you_mean(attribute, vars(found))
+        raise SpecError(f"{name}: {module} has no {attribute!r}{hint}")
     return getattr(found, attribute)
+
+
+def called(name: str) -> Any:
+    """Return what Python code makes when it is called without arguments; a value is returned as it is."""
+    found = by_name(name)
+    if not callable(found):
+        return found
+    try:
+        return found()
+    except AnybitError:
+        raise
+    except Exception as error:
+        raise SpecError(_own_error(name, error)) from error
+
+
+def _own_error(name: str, error: Exception) -> str:
+    """Say what the user's own code raised, and at which line; a syntax error says that itself."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    own = last.filename != __file__ and not isinstance(error, SyntaxError)
+    place = f" ({Path(last.filename).name}, line {last.lineno})" if own else ""
+    return f"{name} fails with {type(error).__name__}: {first_line(error)}{place}; --debug shows more"
 
 
 def _imported(module: str) -> Any:

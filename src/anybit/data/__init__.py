@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from anybit.artifact.feeding import Preprocessing
-from anybit.common.named import by_name, is_code
+from anybit.common.named import called, is_code
 from anybit.common.text import did_you_mean, quoted
 from anybit.data.arrays import load_arrays
 from anybit.data.base import Batches, Dataset, Given, Split
@@ -40,8 +41,7 @@ def load_dataset(
     if is_code(name):
         if not code:
             raise DataError(f"the data come from a function, {name}, and a file may not start code; say --data {name}")
-        made = by_name(name)
-        return as_dataset(made() if callable(made) else made, name)
+        return as_dataset(called(name), name)
     if name.endswith(".npz"):
         return load_arrays(Path(name))
     if name and not Path(name).is_file() and (Path(name).is_dir() or len(Path(name).parts) > 1):
@@ -55,15 +55,20 @@ def load_dataset(
 
 
 def as_dataset(made: Any, name: str) -> Dataset:
-    """Return what a function of the user's made as a data set: one loader, or (train, [validation,] test)."""
+    """Return what a function of the user's made as a data set: one loader, or (train, [validation,] test).
+
+    A list of loaders is taken as the tuple; a list of batches is one loader. The validation loader may be None.
+    """
     if isinstance(made, Dataset):
         return made
-    parts = made if isinstance(made, tuple) else (made,)
+    several = isinstance(made, tuple) or (isinstance(made, list) and any(isinstance(p, DataLoader) for p in made))
+    parts = tuple(made) if several else (made,)
+    parts = parts[:1] + parts[2:] if len(parts) == 3 and parts[1] is None else parts
     good = all(isinstance(part, Iterable) and not isinstance(part, Tensor | str | dict) for part in parts)
     if not good or not 1 <= len(parts) <= 3:
         raise DataError(
             f"{name}: must return one loader, or the loaders (train, test) or (train, validation, test); returned "
-            f"{type(made).__name__}" + f" of {len(parts)}" * isinstance(made, tuple)
+            f"{type(made).__name__}" + f" of {len(parts)}" * several
         )
     test = Given(parts[-1])
     train = Given(parts[0]) if len(parts) > 1 else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,9 +106,9 @@ class Given:
     @property
     def steps(self) -> int:
         """How many batches there are."""
-        if not isinstance(self.loader, Sized):
-            raise DataError("training needs a loader with a length; use torch.utils.data.DataLoader, or a list")
-        return len(self.loader)
+        if (steps := length_hint(self.loader, -1)) < 0:  # of an iterable data set, a DataLoader has none either
+            raise DataError("training needs a loader with a length; use a DataLoader of a data set that has one")
+        return steps
 
     def first(self, count: int) -> Given:
         """Return the first examples, or about as many in batches where the loader does not tell examples apart."""

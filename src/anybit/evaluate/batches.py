@@ -96,7 +96,7 @@ class Takes:
             return Batch((), chosen, targets)
         if len(inputs) == self.places:
             return Batch(tuple(inputs.values()), {}, targets)
-        wanted = f"{self.places} by place" if not self.names else f"called {', '.join(self.names)}"
-        raise DataError(
-            f"a batch is a dict with {', '.join(map(str, batch))}; the network takes inputs {wanted}: name them alike"
-        )
+        has = f"a batch is a dict with {', '.join(map(str, batch))}"
+        if self.names:
+            raise DataError(f"{has}; the network takes inputs called {', '.join(self.names)}: name them alike")
+        raise DataError(f"{has}; the network was prepared with inputs without names: prepare it with such a dict")

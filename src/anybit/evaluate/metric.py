@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from anybit.common.text import did_you_mean
 from anybit.errors import DataError, SpecError
@@ -56,7 +57,7 @@ def classes(labels: Tensor, outputs: Tensor) -> Tensor:
     return labels
 
 
-def _sums(total: float | Tensor, count: float) -> Tensor:
+def _sums(total: float | Tensor, count: float | Tensor) -> Tensor:
     return torch.tensor([float(total), float(count)], dtype=torch.float64)
 
 
@@ -100,13 +101,22 @@ def _mean_overlap(sums: Tensor) -> float:
 
 
 def _agreement(outputs: Any, reference: Any) -> Tensor:
-    same = plain(outputs).argmax(1) == plain(reference).argmax(1)
+    scores, wanted = plain(outputs), plain(reference)
+    if not isinstance(scores, Tensor) or scores.dim() < 2:
+        raise DataError(f"the network returns {_spoken(outputs)}, no scores of classes; take metric='relative error'")
+    same = scores.argmax(1) == wanted.argmax(1)
     return _sums(same.sum(), same.numel())
 
 
 def _relative(outputs: Any, reference: Any) -> Tensor:
-    a, b = plain(outputs).double(), plain(reference).double()
-    return _sums((a - b).square().sum(), b.square().sum())
+    """Return what all floating-point tensors among outputs differ by, and what they come to."""
+    pairs = zip(_floats(outputs), _floats(reference), strict=True)
+    return torch.stack([_sums((a - b).square().sum(), b.square().sum()) for a, b in pairs]).sum(0)
+
+
+def _floats(outputs: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(plain(outputs))
+    return [leaf.double() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _difference(power: int) -> Callable[[Any, Any], Tensor]:
@@ -171,13 +181,15 @@ def _own(function: Function) -> Callable[[Any, Any], Tensor]:
     return add
 
 
-OWN = "pass metric= a name or a function (outputs, targets) -> number or (sum, count)"
+OWN = "take metric='relative error' (to floating point), or a function (outputs, targets) -> number or (sum, count)"
 
 
 def usual(outputs: Any, targets: Any) -> Metric:
     """Return the metric that fits a batch when none was asked for, or say in one sentence what is needed."""
     logits = plain(outputs)
     if not isinstance(logits, Tensor):
+        if targets is None and _floats(outputs):
+            return METRICS["relative error"]
         raise DataError(f"the network returns {_spoken(outputs)}, as detectors do, which has no accuracy; {OWN}")
     several = logits.dim() >= 2 and logits.shape[1] > 1 and logits.is_floating_point()
     if targets is None:

@@ -94,6 +94,8 @@ def measure(
     The loader is gone through once in floating point and once for each other pair, in the same order each time.
     """
     pairs, place = widths_of(widths), place or torch.device("cpu")
+    if isinstance(loader, Iterator) and pairs != [Bits()]:
+        raise DataError("the loader can be gone through once only; pass a list of batches or a DataLoader")
     floats = Total(None if metric is None else metric_of(metric))
     run = at(Bits())
     for batch in (takes.split(part).to(place) for part in loader):
@@ -150,7 +152,7 @@ def sweep(
     net: QuantizedNetwork,
     loader: Iterable[Any],
     *,
-    widths: Widths,
+    widths: Widths = "FP W8A8 W4A8 W4A4",
     metric: str | Metric | Function | None = None,
     label: str = "network",
     seed: int = 0,

@@ -64,6 +64,8 @@ def report(
         rows = anybit.sweep(net, loader, widths=list(widths or GRID), **sweeping)
     elif widths is not None or sweeping:
         raise SpecError("report measures nothing when it is given rows; give widths and labels to anybit.sweep")
+    if not isinstance(rows, Iterable):
+        raise SpecError(f"report takes rows, or net= and loader= by name to measure them; got {type(rows).__name__}")
     found = tuple(rows)
     if strangers := [row for row in found if not isinstance(row, Row)]:
         raise SpecError(f"report takes rows, as anybit.sweep returns them; got {strangers[0]!r:.80}")
@@ -92,7 +94,7 @@ def render(files: Sequence[RowFile], names: Sequence[str] = ()) -> str:
         charts=_charts(found, grid),
         maps=_maps(found) if grid else "",
         table=_tables(found, grid),
-        unit=html.escape(f"Test {found.metric}" + " in %, differences in points" * bool(found.unit)),
+        unit=html.escape(_unit(found)),
         csv=base64.b64encode(_csv(rows).encode()).decode(),
         notes=_list(dict.fromkeys(note for file in files for note in file.notes)),
         origins=_list(dict.fromkeys(_origin(file) for file in files)),
@@ -120,6 +122,11 @@ def _counts(rows: Sequence[Row], found: Results) -> str:
     examples = f"{n[0]:,}" if len(n) == 1 else f"{n[0]:,} to {n[-1]:,}"
     several = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     return f"Test {found.metric} on {examples} examples" + (f", mean of {several} seeds." if seeds[-1] > 1 else ".")
+
+
+def _unit(found: Results) -> str:
+    unit = " in %" + ", differences in points" * (len(found.labels) > 1) if found.unit else ""
+    return f"Test {found.metric}{unit}"
 
 
 def _charts(found: Results, grid: bool) -> str:

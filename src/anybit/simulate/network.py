@@ -91,10 +91,19 @@ class QuantizedNetwork(nn.Module):
         """The weights in floating point, by the names of their points."""
         return {name: m.master for name, m in self._parts.items() if isinstance(m, Weight)}
 
-    def set_bits(self, *, weights: int, activations: int, layers: LayerWidths | None = None) -> None:
+    def set_bits(
+        self,
+        pair: Bits | str | tuple[int, int] | None = None,
+        /,
+        *,
+        weights: int | None = None,
+        activations: int | None = None,
+        layers: LayerWidths | None = None,
+    ) -> None:
         """Run at these widths from now on; 32 means floating point.
 
         Args:
+            pair: Both widths at once: "W4A8", (4, 8), or "FP".
             weights: The width of every weight.
             activations: The width of every activation. The input and what convolutions hand to sums never go
                 below 8 bits.
@@ -103,7 +112,7 @@ class QuantizedNetwork(nn.Module):
 
         Outside of training mode the weights are rounded now, not in the next forward pass.
         """
-        bits, chosen = Bits(weights, activations), layer_bits(layers)
+        bits, chosen = Bits.asked(pair, weights, activations), layer_bits(layers)
         widths = self._plan.widths(bits, chosen)  # refuses patterns that match nothing, before anything changes
         self._bits, self._layers = bits, chosen
         self._execute(widths)

@@ -58,12 +58,12 @@ def reasons(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], att
 
 
 def describe(path: str, error: Exception) -> str:
-    """Return one line: where, what torch.export said, and what to do about it."""
+    """Return one line: where, what to do about it, and what torch.export said."""
     text = str(error)
     first = (text.strip().splitlines() or [""])[0].rstrip(". ")
     advice = next((a for words, a in ADVICE if any(word in text or word in type(error).__name__ for word in words)), "")
     advice = advice or "rewrite it with plain torch operations, or leave it out of the network that is prepared"
-    return f"{path}: {type(error).__name__}: {first[:200]}; {advice}"
+    return f"{path}: {advice} ({type(error).__name__}: {first[:200]})"
 
 
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[nn.Module, Any]:

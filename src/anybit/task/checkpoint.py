@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -143,7 +144,7 @@ def read_pickled(path: str | Path) -> dict[str, Tensor]:
     if packed or broken is not None:
         what = "is compressed" if packed else f"is damaged at {printable(broken or '', 60)}"
         raise CheckpointError(f"{path}: {what}{advice}")
-    with explaining(CheckpointError, f"{path}: more than tensors in it, or damaged", advice, first_line):
+    with explaining(CheckpointError, f"{path}: more than tensors in it, or damaged", advice, _unpickled):
         # Mapped into memory, so that no tensor can claim more bytes than the file has.
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     for key in NESTED:
@@ -152,6 +153,12 @@ def read_pickled(path: str | Path) -> dict[str, Tensor]:
     if not isinstance(values, dict) or not all(isinstance(k, str) and _plain(v) for k, v in values.items()):
         raise CheckpointError(f"{path}: more than names and tensors in it{advice}")
     return dict(values)
+
+
+def _unpickled(error: BaseException, length: int) -> str:
+    """Return what a file holds that is no tensor, without PyTorch's advice to read it all the same."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f"it holds {found[1][:length]}" if found else first_line(error, length)
 
 
 def _plain(value: object) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.artifact.feeding import Preprocessing
-from anybit.common.named import by_name, is_code
+from anybit.common.named import by_name, called, is_code
 from anybit.common.text import did_you_mean, explaining, first_line, quoted
 from anybit.errors import SpecError
 from anybit.models import MODELS, build_model
@@ -49,7 +49,7 @@ def make_network(
         return _made(word), {"factory": word}
     if word in MODELS:
         if tensors is None:
-            raise SpecError(f"{word} needs weights (--weights FILE), or data to be trained on (--data DATA)")
+            raise SpecError(f"{word} comes without weights; say --weights FILE, or first: anybit train {word}")
         shape = _shape(word, tensors)
         return build_model(**shape), shape
     if in_package(word):
@@ -65,7 +65,7 @@ def make_network(
 
 def _made(word: str) -> nn.Module:
     made = by_name(word)
-    made = made() if callable(made) and not isinstance(made, nn.Module) else made
+    made = made if isinstance(made, nn.Module) else called(word)
     if not isinstance(made, nn.Module):
         raise SpecError(f"{word}: must return a torch.nn.Module, returned {type(made).__name__}")
     return made
@@ -132,6 +132,8 @@ def _timm(library: Any, name: str, classes: int | None, pretrained: bool) -> Any
 
 
 def _huggingface(library: Any, name: str, classes: int | None, pretrained: bool) -> Any:
+    library.utils.logging.disable_progress_bar()
+    library.utils.logging.set_verbosity_error()
     sizes = {} if classes is None else {"num_labels": classes, "ignore_mismatched_sizes": True}
     if pretrained:
         return library.AutoModelForImageClassification.from_pretrained(name, **sizes)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from anybit.artifact.feeding import Preprocessing
 from anybit.common.named import by_name, is_code
-from anybit.common.text import first_line
+from anybit.common.text import did_you_mean, first_line
 from anybit.data import Batches, Dataset, Given, load_dataset
 from anybit.errors import CheckpointError, DataError, SpecError
 from anybit.evaluate.batches import Takes
@@ -198,6 +198,9 @@ def _words(model: str, weights: str | Path | None) -> tuple[str, Path | None, di
     path = Path(model)
     if weights is not None:
         raise SpecError(f"{model} is no network; with --weights say which one: {', '.join(MODELS)}, {WORDS}")
+    if not path.exists():
+        hint = did_you_mean(model, MODELS)
+        raise CheckpointError(f"{path}: no such file; say a run, a checkpoint, {', '.join(MODELS)}, {WORDS}{hint}")
     tensors, about = read_weights(path)
     shape = about.get("model")
     word = (shape.get("name") or shape.get("factory")) if isinstance(shape, dict) else None

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from anybit.common.text import first_line
-from anybit.data import Dataset, Split
+from anybit.data import Dataset, Given, Split
 from anybit.errors import SpecError
 from anybit.evaluate.batches import Takes
+from anybit.evaluate.metric import usual
 from anybit.models import build_model
 from anybit.objectives.any_width import AnyWidth
 from anybit.objectives.base import Penalty, Sum
@@ -21,6 +22,8 @@ from anybit.objectives.orthogonal import OrthogonalPenalty
 from anybit.simulate.capture import Example, evaluating
 from anybit.task.checkpoint import check_room, load_weights, read_weights
 from anybit.task.networks import make_network
+from anybit.task.task import pick_metric
+from anybit.train.losses import check_targets, loss_by_name
 from anybit.train.recipe import OptimizerRecipe, PenaltyRecipe, Recipe
 
 
@@ -93,10 +96,15 @@ def _check_fit(model: nn.Module, recipe: Recipe, data: Dataset) -> None:
     batch = Takes.of(model).split(data.example)
     try:
         with evaluating(model):
-            model(*batch.args, **batch.kwargs)
+            outputs = model(*batch.args, **batch.kwargs)
     except RuntimeError as error:
         word = recipe.model.word
         raise SpecError(f"{word} cannot take inputs of shape {data.shape}: {first_line(error)}") from error
+    if isinstance(data.train, Given):
+        check_targets(loss_by_name(recipe.loss), outputs, batch.targets)
+        if data.validation is not None:
+            metric = pick_metric(recipe.metric) or usual(outputs, batch.targets)
+            metric.add(outputs, outputs if metric.floats else batch.targets)
     single = recipe.data.batch == 1 and isinstance(data.train, Split)
     if single and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
         raise SpecError("data.batch = 1 gives batches of one example: batch norm needs two; change it")

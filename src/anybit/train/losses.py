@@ -32,17 +32,29 @@ def loss_by_name(word: str | None) -> Loss:
     return found  # type: ignore[no-any-return]
 
 
+ADVICE = "name another loss, such as torch.nn.functional:mse_loss or my_loss.py:loss (--loss, or loss = in a recipe)"
+
+
+def check_targets(loss: Loss, outputs: Any, targets: Any) -> None:
+    """Refuse before the first step what a loss cannot take, or would take without a word and learn nothing from."""
+    loss(outputs, targets)
+    if loss is cross_entropy and targets.shape == plain(outputs).shape:
+        sums = targets.double().sum(1)
+        if targets.shape[1] < 2 or bool((targets < 0).any()) or not bool(torch.isclose(sums, sums.new_ones(())).all()):
+            raise DataError(f"targets of shape {tuple(targets.shape)} are no classes for cross-entropy; {ADVICE}")
+
+
 def cross_entropy(outputs: Any, targets: Any) -> Tensor:
     """Return the mean cross-entropy of classes: one per example or per pixel, as numbers or one-hot."""
-    logits, advice = plain(outputs), 'name another loss in the recipe: loss = "my_loss.py:loss"'
+    logits = plain(outputs)
     if not isinstance(logits, Tensor) or logits.dim() < 2:
-        raise DataError(f"cross-entropy needs a score for each class, and the network returns none; {advice}")
+        raise DataError(f"cross-entropy needs a score for each class, and the network returns none; {ADVICE}")
     if not isinstance(targets, Tensor):
-        raise DataError(f"training needs targets, and a batch has {type(targets).__name__} in their place; {advice}")
+        raise DataError(f"training needs targets, and a batch has {type(targets).__name__} in their place; {ADVICE}")
     if targets.shape == logits.shape:
         return F.cross_entropy(logits, targets.to(logits.dtype))
     if targets.is_floating_point():
-        raise DataError(f"targets are floating-point numbers; convert classes with y.long(), or {advice}")
+        raise DataError(f"targets are floating-point numbers; convert classes with y.long(), or {ADVICE}")
     targets = targets[:, 0] if targets.dim() == 2 and targets.shape[1] == 1 and logits.dim() == 2 else targets
     return F.cross_entropy(logits, targets)
 
