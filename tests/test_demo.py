@@ -88,9 +88,18 @@ def test_side_by_side_gives_the_same_numbers(tmp_path: Path) -> None:
 
 def test_the_text_says_what_the_default_settings_do() -> None:
     rows = [
-        Row(label, seed, bits.weights, bits.activations, accuracy, None, 450)
+        Row(
+            label,
+            seed,
+            bits.weights,
+            bits.activations,
+            accuracy + 0.01 * bits.weights * (label == demo.PLAIN),
+            None,
+            450,
+        )
         for label, accuracy in ((demo.PLAIN, 0.9), (demo.TRAINED, 0.95))
         for bits in demo.SHOWN
         for seed in (0, 1)
     ]
-    assert "W4A4: 90.0 % and 95.0 %; W3A3: 90.0 % and 95.0 %; W2A8: " in demo.describe(rows)[-1]
+    said = demo.describe(rows)[-1]
+    assert said.endswith("they differ most at W2A8: 92.0 % trained as usual, 95.0 % for any width.")

@@ -477,6 +477,15 @@ def test_that_no_weight_is_narrow_is_said(capsys: pytest.CaptureFixture[str]) ->
         assert (note in capsys.readouterr().err) is told
 
 
+@pytest.mark.usefixtures("here")
+def test_that_no_weights_were_given_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sweep", "mine.py:make", "--data", "mine.py:one", "--widths", "FP")
+    for more, told in (((), True), (("--weights", "best.pt"), False)):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
+        assert ("with the weights that it comes with; --weights FILE" in capsys.readouterr().err) is told
+
+
 def test_a_master_holds_no_folder_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     secret = tmp_path / "a-secret-folder"
     secret.mkdir()

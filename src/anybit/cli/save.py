@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anybit.cli import options
-from anybit.cli.show import note_widths, progress_bars, say
+from anybit.cli.show import note_task, progress_bars, say
 from anybit.common.progress import Advance, Start
 from anybit.pages.rows import SHARES
 from anybit.spec import Bits, Row, widths_of
@@ -65,7 +65,7 @@ def save(
         task = load_task(model, weights=weights, data=data, what="anybit save", **asked)
         ready(1)
         net = task.network(calibrate=calibrate, **chosen).cpu()
-        note_widths(net.plan)
+        note_task(task, net.plan)
         ready(1)
         graph = translate(net)
         ready(1)

@@ -13,8 +13,9 @@ from anybit.pages.rows import SHARES, Summary, shown
 
 if TYPE_CHECKING:
     from anybit.plan.points import Plan
+    from anybit.task.task import Task
 
-__all__ = ["console", "errors", "note", "note_widths", "progress_bars", "say", "show_table"]
+__all__ = ["console", "errors", "note", "note_task", "progress_bars", "say", "show_table"]
 
 console = Console(emoji=False)
 """A file may be called :boom:, and is then shown so."""
@@ -30,8 +31,10 @@ def note(text: str) -> None:
     errors.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def note_widths(plan: Plan) -> None:
-    """Say that no weight becomes narrower than 8 bits, where that is so: all widths of a small network look alike."""
+def note_task(task: Task, plan: Plan) -> None:
+    """Say what a user may not expect: weights that no file gave, and widths at which all weights keep 8 bits."""
+    if task.weights is None:
+        note(f"{task.name}: with the weights that it comes with; --weights FILE puts in others")
     if plan.weights and all(weight.floor >= 8 for weight in plan.weights):
         reasons = ", ".join(dict.fromkeys(weight.because for weight in plan.weights))
         note(f"every weight keeps 8 bits or more ({reasons}); --sensitive same makes all of them as narrow as asked")

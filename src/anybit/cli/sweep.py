@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anybit.cli import options
-from anybit.cli.show import note_widths, progress_bars, say, show_table
+from anybit.cli.show import note_task, progress_bars, say, show_table
 from anybit.common.progress import Start
 from anybit.pages.rows import GRID, RowFile, summarize, write_rows
 from anybit.spec import Bits, widths_of
@@ -83,7 +83,7 @@ def measured(
     ready = start("quantizing", 1)
     net = task.network(calibrate=calibrate, **chosen)
     ready(1)
-    note_widths(net.plan)
+    note_task(task, net.plan)
     if plan:
         say(net.plan)
     advance = start("widths", len(pairs))
