@@ -17,6 +17,7 @@ from anybit.artifact.bounds import MOST_GROWTH
 from anybit.artifact.check import OLDEST, bytes_of, check_length, check_model, tensors_of
 from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, set_nodes, shaped
 from anybit.artifact.normalize import FOLDED, as_bytes, normalize
+from anybit.artifact.upgrade import upgrade
 from anybit.common.text import explaining
 from anybit.errors import FileError
 from anybit.graph.onnx_nodes import OPSET, computed, entries_of, outlined
@@ -41,9 +42,11 @@ def read_model_file(path: Path) -> OnnxModel:
         check_length(model.graph, where=str(path))
         _load_external(model, path)
         normalize(model, where=str(path))
-        if not _as_it_is(model):
+        if _as_it_is(model):
+            upgrade(model)
+        else:
             model = _converted(model)
-            as_bytes(model.graph)
+        as_bytes(model.graph)
         _settle(model)
         _settle_casts(model)
         _fold_constants(model)
@@ -224,3 +227,7 @@ def _fold_constants(model: OnnxModel) -> None:
         node.input[:] = [same.get(name, name) for name in node.input]
     used = names_in(model.graph) | outputs
     model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])
+    for part in [part for part in all_graphs(model.graph) if part is not model.graph]:
+        used = names_in(part) | {value.name for value in part.output}
+        for tensor in [tensor for tensor in part.initializer if tensor.name not in used]:
+            part.initializer.remove(tensor)
