@@ -293,7 +293,7 @@ ATTACKS: dict[str, tuple[Callable[[onnx.ModelProto], Any], str]] = {
     "not a number": (lambda m: replace_tensor(m, "b.bias", np.full(3, np.nan, np.float32)), "'b.bias': has NaN"),
     "other type": (lambda m: replace_tensor(m, "a.weight", np.ones((4, 1, 3, 3))), "data_type must be 1, got 11"),
     "unknown type": (lambda m: setattr(tensor_of(m, "a.weight"), "data_type", 77), "data_type 77 is none"),
-    "text": (lambda m: setattr(tensor_of(m, "b.bias"), "data_type", TensorProto.STRING), "data_type 8 is none"),
+    "text": (lambda m: setattr(tensor_of(m, "b.bias"), "data_type", TensorProto.STRING), "needs 3 texts"),
     "empty weight": (lambda m: replace_tensor(m, "a.weight", np.ones((0, 1, 3, 3), np.float32)), "is empty"),
     "no groups": (lambda m: setattr(attribute_of(m, "Conv", "group"), "i", 0), "group must be 1 to 65536"),
     "strides": (lambda m: attribute_of(m, "Conv", "strides").ints.__setitem__(0, 0), "strides must be 1 to 65536"),
@@ -308,7 +308,7 @@ ATTACKS: dict[str, tuple[Callable[[onnx.ModelProto], Any], str]] = {
     "functions": (lambda m: m.functions.add(name="f"), "functions is not empty"),
     "training": (lambda m: m.training_info.add(), "training_info is not empty"),
     "sparse": (lambda m: m.graph.sparse_initializer.add(), "sparse_initializer is not empty"),
-    "sequence": (lambda m: m.graph.input[0].type.sequence_type.SetInParent(), "'x': must be a tensor of numbers"),
+    "sequence": (lambda m: m.graph.input[0].type.sequence_type.SetInParent(), "'x': a sequence cannot be handed over"),
 }  # fmt: skip
 
 
