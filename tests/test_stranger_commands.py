@@ -22,7 +22,7 @@ from anybit.artifact.coverage import Coverage, coverage, multiplications
 from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.master import open_master
 from anybit.artifact.plain import read_model_file
-from anybit.artifact.runtime import TooSlow, compile_model, run_in_time, time_limit
+from anybit.artifact.runtime import TooSlow, compile_model, onnxruntime, run_in_time, time_limit
 from anybit.cli.adopt import adopt
 from anybit.cli.bench import bench
 from anybit.cli.reconstruct import reconstruct
@@ -178,13 +178,23 @@ def test_characters_that_are_none_do_not_crash_the_runtime(tmp_path: Path) -> No
             anybit.load(out).run(words)
 
 
-def test_a_sequence_as_input_is_refused_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [["n", 8], None])
+def test_a_sequence_comes_in_as_one_array(shape: list[Any] | None, tmp_path: Path) -> None:
     net = Net(0)
-    net.inputs.append(helper.make_tensor_sequence_value_info("xs", TensorProto.FLOAT, None))
+    net.inputs.append(helper.make_tensor_sequence_value_info("xs", TensorProto.FLOAT, shape))
     net.output(net.dense(net.node("ConcatFromSequence", "xs", axis=0), 8, 4))
     onnx.save(net.model(), tmp_path / "plain.onnx")
-    with pytest.raises(FileError, match=r"'xs': a sequence cannot be handed over, only tensors .*SplitToSequence"):
-        call(adopt, tmp_path / "plain.onnx", "--out", tmp_path / "m.onnx")
+    parts = [np.full((2, 8), i, np.float32) for i in (1, 2, 3)]
+    (want,) = onnxruntime().InferenceSession(tmp_path / "plain.onnx").run(None, {"xs": parts})
+    np.save(tmp_path / "xs.npy", np.stack(parts)[None])
+    said = call(adopt, tmp_path / "plain.onnx", "--out", tmp_path / "m.onnx").output
+    assert ("1 from made-up inputs" in said) is (shape is not None)
+    call(adopt, tmp_path / "plain.onnx", "--out", tmp_path / "m.onnx", "--calibrate", tmp_path / "xs.npy")
+    session = anybit.load(tmp_path / "m.onnx")
+    for given in (parts, np.stack(parts)):
+        np.testing.assert_array_equal(session.run(given), want)
+    session.set_bits("W8A8")
+    assert 0 < np.abs(session.run(parts) - want).max() < 0.02 * np.abs(want).max()
 
 
 # How much is quantized

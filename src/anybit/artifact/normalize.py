@@ -47,6 +47,7 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     if found := sorted(kinds & QUANTIZED):
         raise FileError(f"{where}: is quantized already (it has {found[0]}); adopt the file in floating point")
     _as_tensors(proto.graph)
+    _as_arrays(proto.graph)
     used = {""}
     for part in all_graphs(proto.graph):
         del part.value_info[:]
@@ -72,6 +73,19 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     _widen(model)
     _rename(proto.graph)
     _hoist(proto.graph)
+
+
+def _as_arrays(graph: onnx.GraphProto) -> None:
+    """Let what comes in as a sequence of tensors come as one array, whose first dimension runs over them."""
+    for value in [value for value in graph.input if value.type.sequence_type.elem_type.HasField("tensor_type")]:
+        parts, inner = copy.deepcopy(value.type.sequence_type.elem_type.tensor_type), f"{value.name}.parts"
+        for node in (node for part in all_graphs(graph) for node in part.node):
+            node.input[:] = [inner if name == value.name else name for name in node.input]
+        value.type.tensor_type.elem_type = parts.elem_type
+        if parts.HasField("shape"):
+            value.type.tensor_type.shape.dim.add().dim_param = f"{value.name}_number"
+            value.type.tensor_type.shape.dim.extend(parts.shape.dim)
+        graph.node.append(onnx.helper.make_node("SplitToSequence", [value.name], [inner], axis=0, keepdims=0))
 
 
 def as_bytes(graph: onnx.GraphProto) -> None:
