@@ -85,6 +85,24 @@ def test_branches_do_the_same_with_newer_operators(version: int, tmp_path: Path)
     assert b"spare" not in model.proto.SerializeToString()  # ONNX Runtime would complain of it at each start
 
 
+@pytest.mark.parametrize("take", [True, False])
+def test_values_of_two_branches_may_have_the_same_name(take: bool, tmp_path: Path) -> None:
+    plain = branched(16)
+    branches = {a.name: a.g for a in plain.graph.node[0].attribute}
+    own = helper.make_node("ReduceMean", ["x"], ["mean"], axes=[0], keepdims=1)  # over another axis than the other one
+    repeat = numpy_helper.from_array(np.array([2, 8]), "repeat")
+    grown = helper.make_node("Expand", ["mean", "repeat"], ["no"])
+    other = branches["else_branch"]
+    del other.node[:], other.initializer[:]
+    other.node.extend([own, grown])
+    other.initializer.append(repeat)
+    onnx.save(plain, tmp_path / "plain.onnx")
+    model = read_model_file(tmp_path / "plain.onnx")
+    assert version_of(model.proto) == 21
+    feed = {**FEED, "take": np.array(take)}
+    np.testing.assert_array_equal(ran(model.proto, feed), ran(plain, feed))
+
+
 def test_four_bits_take_half_a_byte_there(tmp_path: Path) -> None:
     onnx.save(branched(16), tmp_path / "plain.onnx")
     anybit.adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx", sensitive="same")

@@ -57,8 +57,10 @@ def _axes_as_input(node: NodeProto, graph: GraphProto) -> None:
     axes = next((a for a in node.attribute if a.name == "axes"), None)
     if axes is None:
         return
-    name = f"{node.output[0]}.axes"
-    graph.initializer.append(numpy_helper.from_array(np.array(axes.ints, np.int64), name))
+    # By what it holds: values of two branches may have the same name.
+    name = f"anybit.axes.{'.'.join(map(str, axes.ints))}"
+    if name not in {tensor.name for tensor in graph.initializer}:
+        graph.initializer.append(numpy_helper.from_array(np.array(axes.ints, np.int64), name))
     node.input.append(name)
     node.attribute.remove(axes)
 
