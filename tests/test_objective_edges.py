@@ -131,6 +131,17 @@ def test_checkpointed_parts_see_the_same_noise_again(penalized: bool) -> None:
     close(results[1], results[0], 1e-3 if penalized else 1e-5)
 
 
+def test_parts_that_run_again_without_the_graph_are_refused_under_noise() -> None:
+    class Reentrant(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(lambda t: F.relu(self.a(t)), x.requires_grad_(), use_reentrant=True)
+            return self.head(F.relu(self.b(F.max_pool2d(x, 2))).flatten(1))
+
+    model = Reentrant()
+    with pytest.raises(PenaltyError, match="use_reentrant=False"):
+        UniformNoise(model, widths=(3,)).backward(loss_of(model))
+
+
 class InPlace(Net):
     """A checkpointed part whose activation function writes into its input, and noise in front of dropout."""
 

@@ -40,6 +40,18 @@ def _region_of(hook: Any, depth: int = 3) -> Any:
     return None
 
 
+def recomputing() -> bool:
+    """Tell whether the running call repeats one of the forward pass."""
+    if not in_backward():
+        return False
+    if current_region() is None:
+        raise PenaltyError(
+            "this model recomputes parts of itself with use_reentrant=True, which hides them from the penalty; "
+            "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
+    return True
+
+
 class CallOrder:
     """Numbers the watched calls of one pass; a recomputed call gets the number it had in the forward pass."""
 
@@ -48,17 +60,6 @@ class CallOrder:
         self._starts: dict[int, int] = {}
         self._again: dict[int, int] = {}
         self._regions: list[Any] = []
-
-    def recomputing(self) -> bool:
-        """Tell whether the running call repeats one of the forward pass."""
-        if not in_backward():
-            return False
-        if current_region() is None:
-            raise PenaltyError(
-                "this model recomputes parts of itself with use_reentrant=True, which hides them from the penalty; "
-                "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        return True
 
     def in_region(self) -> bool:
         """Tell whether the running call may come again in the backward pass."""
@@ -75,7 +76,7 @@ class CallOrder:
 
     def position(self) -> int:
         """Return the number of the running call, of the forward pass or recomputed."""
-        if not self.recomputing():
+        if not recomputing():
             return self.advance()
         region = id(current_region())
         index = self._again.get(region, self._starts.get(region, 0))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from anybit.errors import SpecError
 from anybit.objectives.activations import ACTIVATIONS, Arguments, Function, Mode, Named
 from anybit.objectives.base import Closure, Perturbation, Under, eagerly
+from anybit.objectives.checkpointing import recomputing
 from anybit.objectives.chunks import chunks
 from anybit.objectives.quantizable import Folding, WeightChoice, products_in
 from anybit.objectives.restore import replaced
@@ -49,6 +50,7 @@ class ActivationNoise(Mode):
         """Run the function, and add noise to its output if it is an activation function."""
         if not (torch.is_grad_enabled() and func in ACTIVATIONS):
             return func(*args, **kwargs)
+        recomputing()  # refuses a part that ran without noise in the forward pass, where nobody could see it
         inplace = writes(func, args, kwargs)
         # The function may keep its result for the backward pass, so the noise goes into a copy of that.
         out = func(args[0].clone(), *args[1:], **kwargs) if inplace else func(*args, **kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anybit.errors import PenaltyError
 from anybit.objectives.activations import ACTIVATIONS, Arguments, Function, Mode, Named, with_graph
-from anybit.objectives.checkpointing import CallOrder
+from anybit.objectives.checkpointing import CallOrder, recomputing
 from anybit.objectives.chunks import l1_norm, signs_and_l1, wide_format
 from anybit.objectives.kinks import KINKS, RECTIFIED, gate
 
@@ -123,7 +123,7 @@ class FirstPass(Watch):
 
     def watched(self, func: Function, args: Arguments, kwargs: Named) -> Any:
         """Run the function, note its pieces, and hook its output."""
-        if self.order.recomputing():
+        if recomputing():
             return func(*args, **kwargs)
         kink = KINKS.get(func) if self.kinks else None
         out, memo = kink.record(func, args, kwargs) if kink is not None else (func(*args, **kwargs), None)
