@@ -31,6 +31,7 @@ from anybit.objectives.gradient import GradientPenalty
 from anybit.objectives.kurtosis import KurtosisPenalty
 from anybit.simulate.modules import executors
 from anybit.simulate.prepare import prepare
+from anybit.spec import FLOAT, Bits
 from anybit.task.checkpoint import load_model
 from anybit.train.schedule import learning_rate
 from paper.cifar10 import load
@@ -62,6 +63,64 @@ def any_width(*, stretches: bool = True, **options: Any) -> Make:
         return made
 
     return make
+
+
+class Gentle(AnyWidth):
+    """What of the quantized pass's gradient works against that of the loss is taken out."""
+
+    def _quantized_pass(self, parts: Any, parameters: Any, scaler: Any) -> Any:
+        total, grads = super()._quantized_pass(parts, parameters, scaler)
+        pairs = [(q, p.grad) for q, p in zip(grads, parameters, strict=True) if q is not None and p.grad is not None]
+        against = sum(float((q * g).sum()) for q, g in pairs)
+        if against < 0:
+            length = sum(float(g.square().sum()) for _, g in pairs)
+            for q, g in pairs:
+                q.sub_(g, alpha=against / length)
+        return total, grads
+
+
+class OwnNorm(AnyWidth):
+    """Each drawn width has a scale and a shift of its own for every batch norm; these learn from its passes alone."""
+
+    def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(model, *args, **options)
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.norms = [p for m in norms for p in (m.weight, m.bias)]
+        self.own: dict[Bits, list[Tensor]] = {}
+
+    def put(self, values: list[Tensor]) -> None:
+        """Put numbers into the model's batch norms."""
+        for p, value in zip(self.norms, values, strict=True):
+            p.data.copy_(value)
+
+    def near(self, bits: Bits) -> list[Tensor]:
+        """Return the numbers of the width that is nearest among those that were drawn."""
+        reach = min(8, bits.activations)
+        nearest = min(self.own, key=lambda w: abs(w.weights - bits.weights) + abs(w.activations - reach))
+        return self.own[nearest]
+
+    def _quantized_pass(self, parts: Any, parameters: Any, scaler: Any) -> Any:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self._steps)
+        bits = self.widths[int(torch.randint(len(self.widths), (), generator=generator))]
+        shared = [p.detach().clone() for p in self.norms]
+        own = self.own.setdefault(bits, [p.detach().clone() for p in self.norms])
+        self.put(own)
+        try:
+            total, grads = super()._quantized_pass(parts, parameters, scaler)
+        finally:
+            self.put(shared)
+        where = {id(p): i for i, p in enumerate(parameters)}
+        for p, value in zip(self.norms, own, strict=True):
+            g = grads[where[id(p)]]
+            if g is not None:
+                value.sub_(g, alpha=RATE)
+                grads[where[id(p)]] = None
+        return total, grads
+
+
+def changed(kind: type[AnyWidth], **options: Any) -> Make:
+    """Return what makes a changed objective."""
+    return lambda model, x: kind(model, x, **{"strength": 0.5, **options})
 
 
 def beside(*parts: Make) -> Make:
@@ -107,6 +166,16 @@ TRIALS: dict[str, tuple[str, Make]] = {
         "the same with three times the kurtosis", beside(any_width(strength="auto"), kurtosis(0.3))
     ),
     "averaged, plain": ("an average of the weights, no objective but the loss", lambda model, x: None),
+    "no conflict": ("what works against the loss's gradient is taken out", changed(Gentle)),
+    "averaged, auto, kurtosis 0.1, no conflict": (
+        "the default, and what works against the loss's gradient is taken out",
+        beside(changed(Gentle, strength="auto"), kurtosis(0.1)),
+    ),
+    "own batch norm": ("each width has its own scale and shift of batch norm", changed(OwnNorm)),
+    "averaged 0.997, auto, kurtosis 0.1": (
+        "the default with an average that reaches back three times as far",
+        beside(any_width(strength="auto"), kurtosis(0.1)),
+    ),
     "default grids only": ("only the default preset's grids are drawn", any_width(grids=("default",))),
 }  # fmt: skip
 
@@ -123,6 +192,7 @@ def fine_tune(name: str, model: nn.Module, data: Dataset, steps: int | None = No
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=DECAY, nesterov=True)
     total = EPOCHS * len(batches)
     average = {key: value.clone() for key, value in model.state_dict().items()} if "averaged" in name else None
+    kept = 0.997 if "0.997" in name else AVERAGED
     number, spent, losses, last = 0, 0.0, [], None
     model.train()
     for _ in range(EPOCHS):
@@ -148,14 +218,33 @@ def fine_tune(name: str, model: nn.Module, data: Dataset, steps: int | None = No
             number += 1
             if average is not None:
                 for key, value in model.state_dict().items():
-                    average[key] = average[key].lerp(value, 1 - AVERAGED) if value.is_floating_point() else value
+                    average[key] = average[key].lerp(value, 1 - kept) if value.is_floating_point() else value
             if number == steps:
                 break
     if average is not None:
         model.load_state_dict(average)
+    OWN[:] = [objective] if isinstance(objective, OwnNorm) else []
     found = {"seconds_per_step": spent / number, "train_loss": sum(losses[-100:]) / len(losses[-100:])}
     strength = None if last is None else last.terms.get("strength")
     return found if strength is None else {**found, "strength": strength}
+
+
+OWN: list[OwnNorm] = []
+"""The objective whose widths have batch norms of their own, if the last trial had one."""
+
+
+def swept(model: nn.Module, data: Dataset, options: dict[str, Any], widths: Any, batches: Batches) -> list[Any]:
+    """Return a row for each width of a network whose widths may have batch norms of their own."""
+    rows: list[Any] = []
+    for group in [[pair] for pair in widths] if OWN else [widths]:
+        shared = [p.detach().clone() for own in OWN for p in own.norms]
+        for own in OWN:
+            own.put(shared if Bits(*group[0]) == Bits(FLOAT, FLOAT) else own.near(Bits(*group[0])))
+        net = prepare(model, data.validation.x[:2], input_range=data.input_range, **options)
+        rows += sweep(net, batches, widths=group)
+        for own in OWN:
+            own.put(shared)
+    return rows
 
 
 def measure(model: nn.Module, data: Dataset) -> dict[str, Any]:
@@ -164,8 +253,7 @@ def measure(model: nn.Module, data: Dataset) -> dict[str, Any]:
     batches = Batches(data.validation.first(VALIDATED), 250)
     found: dict[str, Any] = {}
     for name, (options, widths) in SETTINGS.items():
-        net = prepare(model, data.validation.x[:2], input_range=data.input_range, **options)
-        rows = sweep(net, batches, widths=widths)
+        rows = swept(model, data, options, widths, batches)
         values = {"FP" if r.weights == 32 == r.activations else f"W{r.weights}A{r.activations}": r for r in rows}
         found[name] = {key: round(100 * row.accuracy, 2) for key, row in values.items()}
     found["FP"] = found["per tensor"].pop("FP")

@@ -106,11 +106,14 @@ CONVERGED_ROWS = _converged()
 
 
 def _any_width() -> tuple[TableRow, ...]:
-    known = {row.name: row for row in ROWS}
+    known = {row.name: row for row in (*ROWS, _straight_through(Bits(3, 3)))}
     both = (*LAMBDA, "penalty.kurtosis")
     l1 = {"vgg-like": (1e-3,), "resnet18": (1e-4,), "mobilenet-v2": (3e-4,)}
     kurtosis = {"vgg-like": (3e-4, 3e-4, 0.3), "resnet18": (1e-4, 1e-4, 0.1), "mobilenet-v2": (3e-4, 3e-4, 0.3)}
-    rates = {"ste-4-4": (3e-3, 3e-4, 1e-3), "ste-multi": (1e-3, 3e-4, 1e-3)}
+    rates = {
+        "ste-3-3": (3e-3, 3e-4, 1e-3), "ste-6-4": (1e-3, 1e-3, 1e-3), "ste-8-4": (1e-3, 3e-5, 1e-3),
+        "ste-4-4": (3e-3, 3e-4, 1e-3), "ste-multi": (1e-3, 3e-4, 1e-3),
+    }  # fmt: skip
     straight = [
         replace(known[name], knob=None, by_network={n: {"optimizer.lr": lr} for n, lr in zip(l1, found, strict=True)})
         for name, found in rates.items()
@@ -130,7 +133,8 @@ def _any_width() -> tuple[TableRow, ...]:
 
 ANY_WIDTH_ROWS = _any_width()
 """The any-width objective beside what else can be trained. Strengths and learning rates of VGG-like and ResNet-18 are
-those that searches found (results/search-laptop.json, results/search-converged.json), MobileNetV2 has the defaults."""
+those that searches found (results/search-laptop.json, results/search-converged.json), MobileNetV2 has the defaults;
+straight-through training at (3,3) has the learning rate of (4,4)."""
 
 PAPER_WIDTHS = {
     1: tuple(Bits(*pair) for pair in ((32, 32), (8, 4), (6, 4), (4, 4))),
