@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import inspect
 import itertools
 import json
@@ -111,6 +112,7 @@ def measures(folder: Path) -> dict[str, Action]:
     def new_width(way: str) -> Action:
         def action() -> float:
             own = copy.deepcopy(fresh[way])
+            gc.collect()  # else the networks of earlier rounds keep their memory, and each round asks for more
             return timed(lambda: own.set_bits(weights=5, activations=8))
 
         return action

@@ -108,7 +108,7 @@ def check_grids(numbers: Numbers, others: Numbers, net: QuantizedNetwork, file: 
         assert found[2:] == again[2:]
         for a, b in zip(found[:2], again[:2], strict=True):
             assert same(np.asarray(a), np.asarray(b)), name
-        used = modules[name].grid
+        used = modules[name].grid(torch.device("cpu"))
         assert (float(used.scale), float(used.zero), *used[2:]) == (float(found.scale), float(found.zero), *found[2:])
         place = net.plan.activation(name).place
         assert same(file[f"{place}.scale"], np.asarray(found.scale)), name

@@ -57,7 +57,8 @@ def tensors_of(net: QuantizedNetwork) -> list[Tensor]:
     found: list[Tensor] = [*net.parameters(), *net.buffers()]
     for module in executors(net.body).values():
         if isinstance(module, Activation):
-            found += [] if module.grid is None else module.grid[:2]
+            grid = module._placed  # where the values that came in last were
+            found += [] if grid is None else grid[:2]
         elif module.value is not None:
             found.append(module.value)
     return found

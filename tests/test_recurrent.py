@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from stranger_builder import Net
 from torch import Tensor, nn
 
 import anybit
@@ -87,3 +88,25 @@ def test_only_the_first_of_its_layers_keeps_more_bits(both: bool) -> None:
     first = {f"cell.weight_{kind}_l0{way}" for kind in ("ih", "hh") for way in ("", "_reverse")[: 1 + both]}
     assert wide == {*first, "head.weight"}
     assert len(plan.weights) == 7 + 6 * both
+
+
+def test_each_direction_of_a_file_has_scales_of_its_own(tmp_path: Path) -> None:
+    """Weights of both directions lie in one tensor; those of one may be far smaller, and would all round to zero."""
+    net = Net(3)
+    x = net.input("x", net.draw(7, 2, 8, spread=1.0))
+    weights = [net.draw(2, 48, size) for size in (8, 12)]
+    for weight in weights:
+        weight[1] *= 0.02
+    held = [net.hold(weight) for weight in weights]
+    y = net.node("LSTM", x, *held, hidden_size=12, direction="bidirectional", n=3)[0]
+    net.output(net.node("Slice", y, *(net.hold(np.array([v])) for v in (1, 2, 1))))
+    onnx.save(net.model(), tmp_path / "plain.onnx")
+    plan = anybit.adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx", calibration=[net.feed], sensitive="same")
+    names = [f"{name}_{way}" for name in held for way in ("forward", "reverse")]
+    assert [weight.name for weight in plan.weights] == names
+    assert all(weight.clip for weight in plan.weights)
+    session = anybit.load(tmp_path / "m.onnx")
+    exact = session.run(net.feed)
+    session.set_bits(weights=4, activations=32)
+    found = session.run(net.feed)
+    assert np.square(found - exact).mean() < 0.02 * np.square(exact).mean()

@@ -32,8 +32,11 @@ def values(net: QuantizedNetwork) -> list[torch.Tensor | None]:
     return [module.value for module in executors(net.body).values() if isinstance(module, Weight)]
 
 
-WEIGHTS = 4 * 32 * 32 * 5
-"""Bytes of the network's rounded weights and their codes at one width."""
+WEIGHTS = 4 * 32 * 32 * 4
+"""Bytes of the network's rounded weights at one width."""
+
+CODES = 4 * 32 * 32
+"""Bytes of their codes, which are made, and kept, only where the way of rounding needs them."""
 
 ELSE = 8 * 2**10
 """More than the bytes of everything else about a width: scales, grids, biases."""
@@ -42,14 +45,16 @@ ELSE = 8 * 2**10
 # Widths used before
 
 
-@pytest.mark.parametrize("helpers", [(), ("sums", "clip", "bias")], ids=["nearest", "helpers"])
-@pytest.mark.parametrize(("limit", "most"), [(10 * WEIGHTS, 4), (3 * WEIGHTS + ELSE, 3), (1.5 * WEIGHTS, 1), (0, 0)])
+@pytest.mark.parametrize(
+    ("helpers", "size"), [((), WEIGHTS), (("sums", "clip", "bias"), WEIGHTS + CODES)], ids=["nearest", "helpers"]
+)
+@pytest.mark.parametrize(("widths", "extra", "most"), [(10, 0, 4), (3, ELSE, 3), (1.5, 0, 1), (0, 0, 0)])
 def test_other_widths_are_kept_as_far_as_whole_ones_fit(
-    limit: float, most: int, helpers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    widths: float, extra: int, most: int, helpers: tuple[str, ...], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = network(helpers)
     cache = net._kept
-    cache.limit = int(limit)
+    limit = cache.limit = int(widths * size + extra)
     seen = []
     get = Kept.get
     monkeypatch.setattr(Kept, "get", lambda kept, *rest: (get(kept, *rest), seen.append(cache.nbytes))[0])
@@ -58,7 +63,7 @@ def test_other_widths_are_kept_as_far_as_whole_ones_fit(
         assert all(value is not None for value in values(net))
     whole = [b for b in (8, 7, 6, 5) if all(("value", name, b) in cache for name in net.weights)]
     assert whole == [8, 7, 6, 5][4 - most :]  # the newest
-    assert most * WEIGHTS <= cache.nbytes <= min(limit, most * WEIGHTS + ELSE)
+    assert most * size <= cache.nbytes <= min(limit, most * size + ELSE)
     assert max(seen) <= limit  # also while it switches
 
 

@@ -159,9 +159,9 @@ def test_both_count_the_same_multiplications(name: str, tmp_path: Path, monkeypa
     model, path = exported(case, tmp_path)
     found: list[list[int]] = []
 
-    def noted(graph: Graph, plan: Plan, joined: object, counts: dict[Node, int], outputs: object) -> Plan:
+    def noted(graph: Graph, plans: list[Plan], joined: object, counts: dict[Node, int], run: object) -> Plan:
         found.append([counts.get(node, -1) for node in products(graph)])
-        return plan
+        return plans[0]
 
     monkeypatch.setattr("anybit.simulate.few_runs.widened", noted)
     monkeypatch.setattr("anybit.plan.widen.widened", noted)

@@ -92,9 +92,9 @@ def adopt(
     model = read_model_file(Path(path))
     some: list[Feed] = []
     fed = {} if preprocessing is None else _fed_intervals(model, preprocessing)
-    plan, together = plan_for(model, settings, calibration, input_range, some, fed=fed, where=str(path))
+    plan, built = plan_for(model, settings, calibration, input_range, some, fed=fed, where=str(path))
     if some and settings.sensitive == "measured":
-        plan = widened(apart(model, plan, Path(path)), together, some)
+        plan = widened(apart(model, plan, Path(path)), built, some)
     found = coverage(model, plan, some[0] if some else None, where=str(path))
     if not found.weights:
         raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan, model)}; nothing was written")
@@ -115,8 +115,8 @@ def plan_for(
     *,
     fed: Mapping[str, Interval] | None = None,
     where: str,
-) -> tuple[Plan, list[list[str]]]:
-    """Return the plan of a model, which changes with folding and equalizing, and the points that share their grid.
+) -> tuple[Plan, Built]:
+    """Return the plan of a model, which changes with folding and equalizing, and what it was made of.
 
     `some` gets a few of the inputs that were run; `fed` is where made-up ones lie.
     """
@@ -127,13 +127,14 @@ def plan_for(
     if not plan.weights:
         raise FileError(f"{where}: has no weight that could be quantized; {_why_none(plan, model)}")
     if calibration is not None:
-        plan = _calibrated(model, Calibration(plan, settings.method), calibration, some, where=where)
+        watch = Calibration(plan, settings.method, fed=built.fed)
+        plan = _calibrated(model, watch, calibration, some, where=where)
     else:
         watch = Calibration(plan, settings.method, made_up=True)
         with contextlib.suppress(DataError):  # nothing that was made up runs: what is unknown stays in floating point
             ids, interval = table_rows(model), {**pictures_of_bytes(graph), **(fed or {}), **given_intervals(plan)}
             plan = _calibrated(model, watch, None, some, ids=ids, interval=interval, where=where)
-    return joined(plan, built.joined), built.joined
+    return joined(plan, built.joined), built
 
 
 def _why_none(plan: Plan, model: OnnxModel) -> str:

@@ -47,7 +47,7 @@ class Use:
         draw = np.random.default_rng(seed)
         if not self.recurrent:
             return windows_of(self.node, shape, x.shape[2:]).rows(x, most, draw)
-        directions = range(shape[0]) if len(shape) == 3 else [self.direction]
+        directions = range(self.direction, self.direction + (shape[0] if len(shape) == 3 else 1))
         if x.ndim == 4:  # what the cell made, (step, direction, sequence, state), is what it gets next
             return np.concatenate([Windows().rows(x[:, d], most, np.random.default_rng(seed)) for d in directions])
         return np.repeat(Windows().rows(x, most, draw), len(directions), axis=0)

@@ -50,6 +50,7 @@ def read_model_file(path: Path) -> OnnxModel:
         _settle(model)
         _settle_casts(model)
         _fold_constants(model)
+        _split_directions(model)
     proto = model.proto
     proto.ir_version = 10
     del proto.metadata_props[:]
@@ -231,3 +232,19 @@ def _fold_constants(model: OnnxModel) -> None:
         used = names_in(part) | {value.name for value in part.output}
         for tensor in [tensor for tensor in part.initializer if tensor.name not in used]:
             part.initializer.remove(tensor)
+
+
+def _split_directions(model: OnnxModel) -> None:
+    """Let each direction of a recurrent cell have weights of its own, as in PyTorch: they need scales of their own."""
+    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    cells = [n for part in all_graphs(model.graph) for n in part.node if n.op_type in ("LSTM", "GRU", "RNN")]
+    names = dict.fromkeys(name for node in cells for name in node.input[1:3] if name in held)
+    joins = []
+    for name in [name for name in names if held[name].dims[:1] == [2]]:
+        parts = [f"{name}_{direction}" for direction in ("forward", "reverse")]
+        array = model.array(held.pop(name))
+        for part, own in zip(parts, array, strict=True):
+            held[part] = model.tensor(own[None], part)
+        joins.append(helper.make_node("Concat", parts, [name], name=f"{name}/Concat", axis=0))
+    model.set_initializers(list(held.values()))
+    set_nodes(model.graph, [*joins, *model.graph.node])

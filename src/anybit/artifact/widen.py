@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from anybit.artifact.output_error import outputs_at
 from anybit.graph.from_onnx import read_onnx
 from anybit.graph.onnx_nodes import used_by
 from anybit.plan import widen
+from anybit.plan.build import Built
 from anybit.plan.numbers import Kept
 from anybit.plan.points import Plan
 
@@ -37,12 +39,12 @@ def remembered(inputs: Iterable[T], some: list[T]) -> Iterator[T]:
         yield given
 
 
-def widened(master: Master, joined: Sequence[Sequence[str]], feeds: Sequence[Feed]) -> Plan:
+def widened(master: Master, built: Built, feeds: Sequence[Feed]) -> Plan:
     """Return the plan of a master with more bits for the points whose rounding costs the outputs most.
 
     Args:
         master: The network, calibrated.
-        joined: Points that share their grid.
+        built: What its plan was made of.
         feeds: Inputs that are ready to run.
     """
     model = complete(master)
@@ -54,10 +56,14 @@ def widened(master: Master, joined: Sequence[Sequence[str]], feeds: Sequence[Fee
     kinds = {v.name: helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type) for v in master.graph.graph.input}
     shown = [feeds[i] for i in widen.chosen(len(feeds), sum(counts.values()))]
     some = [{name: np.asarray(feed[name], kind) for name, kind in kinds.items()} for feed in shown]
-    kept, judged = Kept(2**28), [*master.outputs, *(name for name in fed_to_loops(model) if name in graph.floating)]
-    return widen.widened(
-        graph, master.plan, joined, counts, lambda widths: outputs_at(master, some, widths, kept, judged)
-    )
+    judged = [*master.outputs, *(name for name in fed_to_loops(model) if name in graph.floating)]
+
+    def run(plan: Plan) -> widen.Outputs:
+        kept, other = Kept(2**28), replace(master, header=replace(master.header, plan=plan))
+        return lambda widths: outputs_at(other, some, widths, kept, judged)
+
+    plans = [widen.without_means(master.plan, built.fed), *([master.plan] if built.fed else [])]
+    return widen.widened(graph, plans, built.joined, counts, run)
 
 
 def fed_to_loops(model: OnnxModel) -> list[str]:

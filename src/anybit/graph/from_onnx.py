@@ -175,7 +175,9 @@ def _matmul(node: NodeProto, new: Node, graph: Graph, sums: dict[str, NodeProto]
 
 def _recurrent(node: NodeProto, new: Node, graph: Graph, sums: dict[str, NodeProto]) -> None:
     new.kind, new.axis = "recurrent", 1
-    new.inputs, new.weights = [node.input[0]], [n for n in node.input[1:3] if n in graph.constants]
+    parts = {made.output: made.inputs for made in graph.nodes if made.kind == "concat"}  # one for each direction
+    found = [name for whole in node.input[1:3] for name in parts.get(whole, [whole])]
+    new.inputs, new.weights = [node.input[0]], [name for name in found if name in graph.constants]
     kinds = attributes(node).get("activations", [])
     new.bounds = (-1.0, 1.0) if not kinds else None
 

@@ -15,7 +15,7 @@ from anybit.plan.clip import mse_from_histogram
 from anybit.plan.equalize import equalize
 from anybit.plan.fold import bias_name, fold
 from anybit.plan.moments import Moments, propagate
-from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS, SIGNAL
+from anybit.plan.observe import CLIPPED_WIDTHS, OBSERVERS, SIGNAL, Channels
 from anybit.plan.points import FLOORS, Activation, Bias, Left, Plan, Weight
 from anybit.plan.sites import Sites, find_sites, inner_weights, sensitive, signals
 from anybit.plan.spectra import SPECTRUM, spectra
@@ -78,12 +78,16 @@ PRESETS = {
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """A plan and where its points are in the graph: constants and values by point, the layer of each bias."""
+    """A plan and where its points are in the graph: constants and values by point, the layer of each bias.
+
+    `fed` says of biases that data can correct where the means are seen that it takes.
+    """
 
     plan: Plan
     places: dict[str, str]
     layers: dict[str, Node]
     joined: list[list[str]]
+    fed: dict[str, Channels]
 
 
 def build(graph: Graph, settings: Settings) -> Built:
@@ -112,7 +116,13 @@ def build(graph: Graph, settings: Settings) -> Built:
     biases, layers = _biases(graph, sites, names, means)
     places |= {name: str(graph.bias(layer)) for name, layer in layers.items()}
     plan = Plan(tuple(points), tuple(biases), tuple(_left(graph)))
-    return Built(plan, places, layers, [[names[value] for value in group] for group in sites.joined])
+    measured = "bias" in settings.helpers and settings.sensitive == "measured"
+    fed = {
+        bias.name: Channels(bias.input, 1 if layer.convolution else -1, layer.stride if layer.transposed else 1)
+        for bias, layer in zip(biases, layers.values(), strict=True)
+        if measured and bias.mean is None and bias.input and names.get(layer.inputs[0]) == bias.input
+    }
+    return Built(plan, places, layers, [[names[value] for value in group] for group in sites.joined], fed)
 
 
 def _in_order(graph: Graph, sites: Sites) -> list[tuple[str, str]]:
@@ -173,8 +183,8 @@ def _plain(graph: Graph, sites: Sites, layer: Node, settings: Settings, place: s
 
 def _helped(graph: Graph, plain: Weight, layer: Node, settings: Settings, moments: dict[str, Moments]) -> Weight:
     """Return a weight with those of the wanted helpers that lower the error of its layer's output."""
-    if layer.kind != "layer":  # what a cell's weights do to its output is not so simple
-        return plain
+    if layer.kind != "layer":  # what a cell's weights do to its output is not so simple: their own error counts
+        return replace(plain, clip=layer.kind != "table" and not settings.helpers.isdisjoint(("sums", "clip")))
     ways = [plain]
     if "sums" in settings.helpers:
         ways += [replace(way, sums=True) for way in ways]
@@ -220,9 +230,8 @@ def _floors(graph: Graph, sites: Sites, settings: Settings) -> dict[str, tuple[i
     floors |= dict.fromkeys(near & values, wide) | dict.fromkeys(spectra(graph) & values, (FLOAT, SPECTRUM))
     for node in graph.nodes:  # a cell adds up over time what rounding does to the weight that a signal meets first
         if node.kind == "recurrent" and node.inputs[0] in near:
-            floors |= {
-                name: wide for name in node.weights[:1] if name in sites.weights
-            }  # what the signal is multiplied by
+            first = node.weights[: max(1, len(node.weights) // (2 * node.depth))]  # what the signal is multiplied by
+            floors |= {name: wide for name in first if name in sites.weights}
     return floors
 
 

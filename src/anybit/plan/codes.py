@@ -13,7 +13,7 @@ from anybit.plan.clip import mse_range
 from anybit.plan.extras import Rounded, mark_of, unpack
 from anybit.plan.grid import Grid, bias_codes, bias_units, fits, mean_shift, min_max, weight_grid
 from anybit.plan.points import Weight
-from anybit.plan.rows import as_rows, blocks
+from anybit.plan.rows import BLOCK, as_rows, blocks
 from anybit.plan.sums import squant
 from anybit.spec import QuantSpec
 
@@ -77,40 +77,110 @@ def _pieces(x: Any, out: Any, scale: Any, zero: Any, axis: int | None) -> Iterat
         yield x, out, scale.reshape(shape), zero.reshape(shape)
         return
     rows, to = as_rows(x, axis), as_rows(out, axis)
-    own = [np.broadcast_to(v.reshape(-1, 1), (len(rows), 1)) for v in (scale, zero)]
+    own = [v.reshape(-1, 1) if v.size == len(rows) else np.broadcast_to(v, (len(rows), 1)) for v in (scale, zero)]
     for down, across in blocks(*rows.shape):
         yield rows[down, across], to[down, across], *(v[down] for v in own)
 
 
-def limits(weight: Floats, how: Weight, bits: int) -> tuple[Floats, Floats]:
+Ends = tuple[Floats, Floats]
+"""The smallest and the largest value on a weight's grid: of the tensor, or of each channel."""
+
+
+def limits(weight: Floats, how: Weight, bits: int) -> Ends:
     """Return the ends of a weight's grid at a width: all entries, or what clipping leaves of them."""
     spec = how.spec(bits)
     return mse_range(weight, spec) if how.clip else min_max(weight, spec.axis)
 
 
-def encode(weight: Floats, how: Weight, bits: int) -> Codes:
+@dataclass(frozen=True, eq=False)
+class Nearest:
+    """A weight that is rounded to the nearest codes when somebody asks: whole numbers, or at once what they stand for.
+
+    It tells what `Codes` tell, bit for bit.
+    """
+
+    weight: Floats
+    grid: Grid
+    spec: QuantSpec
+    inside: bool
+    """Whether nothing lies outside of the grid."""
+
+    @property
+    def bits(self) -> int:
+        """The width."""
+        return self.spec.bits
+
+    @property
+    def scale(self) -> Floats:
+        """The scale, single or one per index of the axis."""
+        return _flat(self.grid.scale, self.spec)
+
+    def codes(self) -> Codes:
+        """Return whole numbers."""
+        middle = _middle(self.spec)
+        out = np.empty(self.weight.shape, _kind(self.bits))
+        room = np.empty(min(self.weight.size, BLOCK), np.float32)
+        for part, codes, scale, zero in _pieces(self.weight, out, *self.grid[:2], self.spec.axis):
+            # What is not in one piece comes whole.
+            ratio = room[: part.size].reshape(part.shape) if part.size <= room.size else np.empty_like(part)
+            self._round(part, ratio, scale, zero)
+            if middle:
+                ratio -= middle
+            codes[...] = ratio
+        return _codes(out, self.grid, self.spec)
+
+    def dequantized(self) -> Floats:
+        """Return the weight in floating point."""
+        out = np.empty(self.weight.shape, np.float32)
+        for part, to, scale, zero in _pieces(self.weight, out, *self.grid[:2], self.spec.axis):
+            self._round(part, to, scale, zero)
+            if not self.spec.symmetric:
+                to -= zero
+            to *= scale
+        return out
+
+    def error(self, exact: Floats) -> Floats:
+        """Return by how much rounding moved each entry."""
+        return self.dequantized() - exact
+
+    def _round(self, part: Floats, to: Floats, scale: Floats, zero: Floats) -> None:
+        """Put the nearest codes of a part into `to`."""
+        with np.errstate(over="ignore"):
+            np.divide(part, scale, out=to)
+        np.rint(to, out=to)
+        to += 0 if self.spec.symmetric else zero  # adding 0 takes the sign off a zero
+        if not self.inside:
+            np.clip(to, self.grid.low, self.grid.high, out=to)
+
+
+def round_weight(weight: Floats, how: Weight, bits: int, ends: Ends | None = None) -> Codes | Nearest:
     """Put a weight on its grid: to the nearest codes or keeping sums, over its whole range or clipped.
 
-    >>> encode(np.array([-3.0, 1.6, 3.0], np.float32), Weight("a"), 3).values.tolist()
-    [-3, 2, 3]
+    `ends` are its `limits`, for callers that have them.
     """
     spec = how.spec(bits)
     own = rounded_at(how, weight, bits)
     found = own is not None and bool(own.scale)
-    grid = own.grid(weight.ndim, spec) if own and found else weight_grid(*limits(weight, how, bits), spec)
-    # Codes from 0 on would not fit in a signed byte.
-    middle = 0 if spec.symmetric else 2 ** (bits - 1)
+    grid = own.grid(weight.ndim, spec) if own and found else weight_grid(*(ends or limits(weight, how, bits)), spec)
     if own and found:
-        values = (unpack(own, weight, grid) - np.float32(middle)).astype(_kind(bits))
+        codes = unpack(own, weight, grid)
     elif how.sums:
         codes = squant(weight, *grid, axis=how.channels, groups=how.groups)
-        values = (codes - codes.dtype.type(middle) if middle else codes).astype(_kind(bits))
     else:
         # Whatever lies on a symmetric grid's own range is rounded to one of its codes.
-        values = _nearest(weight, grid, spec, middle, inside=spec.symmetric and not how.clip)
-    shape = () if spec.axis is None else (-1,)
-    scale, zero = np.asarray(grid.scale, np.float32), np.asarray(grid.zero - middle, _kind(bits))
-    return Codes(values, scale.reshape(shape), zero.reshape(shape), spec.axis, bits)
+        return Nearest(weight, grid, spec, inside=spec.symmetric and not how.clip)
+    middle = _middle(spec)
+    return _codes((codes - codes.dtype.type(middle) if middle else codes).astype(_kind(bits)), grid, spec)
+
+
+def encode(weight: Floats, how: Weight, bits: int, ends: Ends | None = None) -> Codes:
+    """Return the codes of a weight on its grid.
+
+    >>> encode(np.array([-3.0, 1.6, 3.0], np.float32), Weight("a"), 3).values.tolist()
+    [-3, 2, 3]
+    """
+    found = round_weight(weight, how, bits, ends)
+    return found if isinstance(found, Codes) else found.codes()
 
 
 def rounded_at(how: Weight, weight: Floats, bits: int) -> Rounded | None:
@@ -123,21 +193,18 @@ def _kind(bits: int) -> type[np.signedinteger[Any]]:
     return np.int8 if bits <= 8 else np.int16
 
 
-def _nearest(weight: Floats, grid: Grid, spec: QuantSpec, middle: int, *, inside: bool) -> Whole:
-    """Return the nearest codes less `middle`, as `quantize` gives them, a cacheful at a time."""
-    out = np.empty(weight.shape, _kind(spec.bits))
-    for part, codes, scale, zero in _pieces(weight, out, grid.scale, grid.zero, spec.axis):
-        with np.errstate(over="ignore"):
-            ratio = part / scale
-        np.rint(ratio, out=ratio)
-        if not spec.symmetric:
-            ratio += zero
-        if not inside:
-            np.clip(ratio, grid.low, grid.high, out=ratio)
-        if middle:
-            ratio -= middle
-        codes[...] = ratio
-    return out
+def _middle(spec: QuantSpec) -> int:
+    """Return what is taken off codes from 0 on, which would not fit in a signed byte."""
+    return 0 if spec.symmetric else 2 ** (spec.bits - 1)
+
+
+def _flat(x: Floats, spec: QuantSpec) -> Floats:
+    return np.asarray(x, np.float32).reshape(() if spec.axis is None else (-1,))
+
+
+def _codes(values: Whole, grid: Grid, spec: QuantSpec) -> Codes:
+    zero = _flat(grid.zero - _middle(spec), spec).astype(_kind(spec.bits))
+    return Codes(values, _flat(grid.scale, spec), zero, spec.axis, spec.bits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +219,7 @@ class RoundedBias:
 def round_bias(
     exact: Floats,
     how: Weight,
-    weight: Codes,
+    weight: Codes | Nearest,
     master: Floats,
     mean: Floats | None,
     source: Grid | None,
@@ -164,7 +231,7 @@ def round_bias(
     Args:
         exact: The bias in floating point.
         how: The layer's weight in the plan.
-        weight: Its codes.
+        weight: It on its grid.
         master: The weight in floating point.
         mean: Of each input channel, if the bias is to take back what rounding adds to the mean of the output.
         source: The grid of the layer's input, if it has one.

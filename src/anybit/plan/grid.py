@@ -48,19 +48,34 @@ def make_grid(low: Array, high: Array, spec: QuantSpec) -> Grid:
     >>> [float(v) for v in make_grid(np.float64(-1), np.float64(2), QuantSpec(bits=2, symmetric=False))[:2]]
     [1.0, 1.0]
     """
+    return _both(low, high, spec)[0]
+
+
+def _both(low: Array, high: Array, spec: QuantSpec) -> tuple[Grid, Array]:
+    """Return the grid of a range, and the scale that it asks for: zero where that is too small to divide by."""
     if spec.bits == FLOAT:
         raise SpecError("a tensor in floating point has no grid")
     xp = space(low)
     if xp is np:  # asking a device would mean to wait for it
         _check_range(low, high)
     first, last = spec.levels
-    scale = _own_scale(low, high, spec)
+    nothing = xp.zeros_like(low)
+    low, high = xp.minimum(low, nothing), xp.maximum(high, nothing)
+    with np.errstate(over="ignore"):
+        if spec.symmetric:
+            own = (xp.maximum(-low, high) if spec.signed else high) / _like(low, last)
+        else:
+            own = (high - low) / _like(low, last - first)
+    faint = own < xp.finfo(own.dtype).tiny
     # On a scale too small to divide by every value is zero, and any grid is exact.
-    scale = xp.where(_faint(scale), xp.ones_like(scale), scale)
-    zero = xp.zeros_like(scale)
-    if not spec.symmetric:
-        zero = xp.clip(xp.round(first - xp.minimum(low, zero) / scale), first, last)
-    return Grid(_array(scale), _array(zero), first, last)
+    scale = xp.where(faint, xp.ones_like(own), own)
+    zero = nothing if spec.symmetric else xp.clip(xp.round(first - low / scale), first, last)
+    return Grid(_array(scale), _array(zero), first, last), xp.where(faint, nothing, own)
+
+
+def _like(x: Array, number: int) -> Array:
+    """Return what to divide `x` by: some devices multiply by the inverse of a number, and not of an array."""
+    return number if space(x) is np else space(x).full_like(x, number)
 
 
 def _array(x: Array) -> Array:
@@ -73,22 +88,6 @@ def _check_range(low: Array, high: Array) -> None:
         raise SpecError("a range must be finite; the tensor it came from has infinite or NaN entries")
     if (low > high).any():
         raise SpecError("a range goes from low to high, and this one is the wrong way round")
-
-
-def _own_scale(low: Array, high: Array, spec: QuantSpec) -> Array:
-    """Return the scale that a range asks for, which may be too small to divide by."""
-    xp, (first, last) = space(low), spec.levels
-    low, high = xp.minimum(low, xp.zeros_like(low)), xp.maximum(high, xp.zeros_like(low))
-    # Divided by an array, not by a number: some devices multiply by the inverse of a number instead.
-    with np.errstate(over="ignore"):
-        if spec.symmetric:
-            span = xp.maximum(-low, high) if spec.signed else high
-            return span / xp.full_like(span, last)
-        return (high - low) / xp.full_like(low, last - first)
-
-
-def _faint(scale: Array) -> Array:
-    return scale < space(scale).finfo(scale.dtype).tiny
 
 
 def min_max(x: Array, axis: int | None = None) -> tuple[Array, Array]:
@@ -123,13 +122,11 @@ def weight_grid(low: Array, high: Array, spec: QuantSpec) -> Grid:
     [65536.0, 1.0]
     """
     xp = space(low)
-    grid = make_grid(low, high, spec)
-    own = _own_scale(low, high, spec)
-    own = xp.where(_faint(own), xp.zeros_like(own), own)
+    grid, own = _both(low, high, spec)
     most = xp.amax(own) if spec.axis is not None else own
     least = FAINTEST * xp.where(most > 0, most, xp.ones_like(most))
-    tiny = xp.full_like(own, xp.finfo(own.dtype).tiny)  # below it numbers lose digits
-    return grid._replace(scale=_array(xp.maximum(xp.maximum(own, tiny), xp.zeros_like(own) + least)))
+    tiny = xp.finfo(own.dtype).tiny  # below it numbers lose digits
+    return grid._replace(scale=_array(xp.maximum(xp.clip(own, tiny, None), least)))
 
 
 def quantize(x: Array, grid: Grid) -> Array:

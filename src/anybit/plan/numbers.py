@@ -12,10 +12,20 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from anybit.plan.codes import Codes, RoundedBias, encode, round_bias, rounded_at
+from anybit.plan.codes import (
+    Codes,
+    Ends,
+    Nearest,
+    RoundedBias,
+    encode,
+    limits,
+    round_bias,
+    round_weight,
+    rounded_at,
+)
 from anybit.plan.extras import shift_at
 from anybit.plan.grid import Grid
-from anybit.plan.points import Plan, Widths
+from anybit.plan.points import Plan, Weight, Widths
 from anybit.spec import FLOAT
 
 T = TypeVar("T")
@@ -99,19 +109,34 @@ class Numbers:
         """Return the codes and scale of a weight."""
         how, bits = self.plan.weight(name), self.widths[name]
         array = np.asarray(self.tensors[name], np.float32)
-        return self.kept.get(("codes", name, bits), lambda: encode(array, how, bits), lambda codes: codes.nbytes)
+        key = ("codes", name, bits)
+        return self.kept.get(key, lambda: encode(array, how, bits, self._ends(how, array)), lambda codes: codes.nbytes)
+
+    def rounded(self, name: str) -> Codes | Nearest:
+        """Return a weight on its grid, for those who want it in floating point: codes only where they come first."""
+        how = self.plan.weight(name)
+        if how.sums or how.rounded:
+            return self.codes(name)
+        array = np.asarray(self.tensors[name], np.float32)
+        return round_weight(array, how, self.widths[name], self._ends(how, array))
+
+    def _ends(self, how: Weight, array: npt.NDArray[np.float32]) -> Ends | None:
+        """Return the ends of a weight's grid if all widths have the same."""
+        if how.clip or how.rounded:
+            return None
+        return self.kept.get(("ends", how.name), lambda: limits(array, how, FLOAT), lambda ends: 2 * ends[0].nbytes)
 
     def grid(self, name: str) -> Grid:
         """Return the grid of an activation."""
         bits = self.widths[name]
         return self.kept.get(("grid", name, bits), lambda: self.plan.activation(name).grid(bits), lambda grid: 64)
 
-    def bias(self, name: str, codes: Callable[[], Codes] | None = None) -> RoundedBias:
+    def bias(self, name: str, weight: Callable[[], Codes | Nearest] | None = None) -> RoundedBias:
         """Return the bias of a layer: corrected, and in whole units where integer kernels add it.
 
-        `codes` gives those of its weight, for callers that have them.
+        `weight` gives that on its grid, for callers that have it.
         """
-        own = codes or (lambda: self.codes(self.plan.bias(name).weight))
+        own = weight or (lambda: self.codes(self.plan.bias(name).weight))
         key = self.bias_key(name)
         return self.kept.get(key, lambda: self._bias(name, key[-1], own()), lambda found: 3 * found.values.nbytes)
 
@@ -120,12 +145,12 @@ class Numbers:
         bias = self.plan.bias(name)
         return "bias", name, self.widths[bias.weight], self.widths.get(bias.input, FLOAT)
 
-    def _bias(self, name: str, width: int, codes: Codes) -> RoundedBias:
+    def _bias(self, name: str, width: int, weight: Codes | Nearest) -> RoundedBias:
         bias = self.plan.bias(name)
         exact, master = (np.asarray(self.tensors[n], np.float32) for n in (name, bias.weight))
         mean = None if bias.mean is None else np.asarray(bias.mean, np.float32)
         source = self.grid(bias.input) if width != FLOAT else None
         how = self.plan.weight(bias.weight)
-        own = bool(bias.shifts) and rounded_at(how, master, codes.bits) is not None
-        shift = shift_at(bias.shifts, codes.bits, width) if own else None
-        return round_bias(exact, how, codes, master, mean, source, width, shift)
+        own = bool(bias.shifts) and rounded_at(how, master, weight.bits) is not None
+        shift = shift_at(bias.shifts, weight.bits, width) if own else None
+        return round_bias(exact, how, weight, master, mean, source, width, shift)

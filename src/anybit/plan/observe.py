@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from anybit.plan.clip import mse_from_histogram, percentile_from_histogram
 from anybit.plan.grid import make_grid
 from anybit.plan.moments import ESTIMATED, certain
 from anybit.plan.points import Activation, Plan
+from anybit.plan.rows import as_rows
 from anybit.spec import FLOAT, NARROWEST, WIDEST, QuantSpec, Range
 
 Array = npt.NDArray[Any]
@@ -162,15 +163,34 @@ def given(point: Activation) -> bool:
     return bool(point.ranges) and point.ranges[0][1].source == "given by the user"
 
 
+class Channels(NamedTuple):
+    """Where the mean of each input channel of a layer is seen: at a point, along one of its dimensions.
+
+    Of a transposed convolution every output sees one in `stride` taps.
+    """
+
+    point: str
+    axis: int
+    stride: int = 1
+
+
 class Calibration:
     """Watches the activations of a plan while somebody runs the network."""
 
     def __init__(
-        self, plan: Plan, method: str, *, made_up: bool = False, only: Container[str] | None = None, source: str = ""
+        self,
+        plan: Plan,
+        method: str,
+        *,
+        made_up: bool = False,
+        only: Container[str] | None = None,
+        source: str = "",
+        fed: Mapping[str, Channels] | None = None,
     ) -> None:
         """Watch all activations or `only` some; ranges say that they come from `source`, if that is given.
 
-        Those from inputs that are `made_up` say so, and leave room for real ones.
+        Those from inputs that are `made_up` say so, and leave room for real ones. `fed` says of biases where the means
+        are seen that correct them.
         """
         if method not in OBSERVERS:
             raise SpecError(f"a calibration method is one of {', '.join(OBSERVERS)}; got {method!r}")
@@ -179,11 +199,16 @@ class Calibration:
         wanted = [a for a in wanted if only is None or a.name in only]
         self.plan, self.points = plan, wanted
         self.observers = {a.name: OBSERVERS[method]() for a in wanted}
+        self.fed = {bias: where for bias, where in (fed or {}).items() if where.point in self.observers}
+        self.sums = dict.fromkeys({(where.point, where.axis) for where in self.fed.values()}, (np.zeros(1), 0))
 
     def update(self, values: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
         """Look at values by the names of their points."""
         for name, value in dict(values).items():
             self.observers[name].update(value)
+            for key in [key for key in self.sums if key[0] == name and value.size]:
+                rows, (total, count) = as_rows(value, key[1] % value.ndim), self.sums[key]
+                self.sums[key] = total + rows.sum(1, dtype=np.float64), count + rows.shape[1]
 
     def done(self) -> Plan:
         """Return the plan with the ranges that were found."""
@@ -200,7 +225,16 @@ class Calibration:
                 if point.ranges and certain(point.ranges[0][1].source):  # and needs no guess
                     ranges[FLOAT] = point.ranges[0][1]
             found[point.name] = tuple((b, replace(r, source=self.source or r.source)) for b, r in ranges.items())
-        return self.plan.with_ranges(found)
+        biases = (b if b.mean is not None else replace(b, mean=self._mean(b.name)) for b in self.plan.biases)
+        return replace(self.plan.with_ranges(found), biases=tuple(biases))
+
+    def _mean(self, bias: str) -> tuple[float, ...] | None:
+        """Return the mean of each input channel of a layer, as exact as a few inputs are, if it was seen."""
+        if bias not in self.fed:
+            return None
+        point, axis, stride = self.fed[bias]
+        total, count = self.sums[point, axis]
+        return tuple(float(f"{mean:.4g}") for mean in total / (count * stride)) if count else None
 
 
 MADE_UP, LAYER_NORM = "made-up inputs", "layer norm"

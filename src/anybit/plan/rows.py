@@ -19,8 +19,8 @@ def as_rows(x: Array, axis: int | None) -> Array:
     >>> as_rows(np.arange(4.0).reshape(2, 2), 1).tolist()
     [[0.0, 2.0], [1.0, 3.0]]
     """
-    if axis is None:
-        return x.reshape(1, -1)
+    if axis in (None, 0):
+        return x.reshape(1 if axis is None else len(x), -1)
     return np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
 
 

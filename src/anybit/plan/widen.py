@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ FEWEST = 4
 """With fewer looks at the outputs nothing is found."""
 FINE = 1e-4
 """A squared error of the outputs, relative to their spread, below which nothing is done."""
-COARSE = 1e-2
+COARSE = 2.5e-3
 """Above this, what sums hand on gets more bits too: that costs no multiplications, but time in the runtime."""
 ROUNDS = (COARSE, 0.0)
 """The worst points are looked for twice then: those of outputs that are off, and then of all, which they may hide."""
@@ -62,6 +62,8 @@ Error = Callable[[Collection[str]], float]
 """The squared error of the outputs, relative to their spread, when these points alone are rounded."""
 Outputs = Callable[[Widths], list[Array]]
 """All outputs of the network at some widths, over a few inputs."""
+Run = Callable[[Plan], Outputs]
+"""What makes the outputs with a plan; floors of the plan do not matter there."""
 
 
 @dataclass(frozen=True)
@@ -181,18 +183,38 @@ def chosen(count: int, multiplications: int) -> list[int]:
     return [int(i) for i in np.linspace(0, count - 1, most).round()]
 
 
+def without_means(plan: Plan, biases: Container[str]) -> Plan:
+    """Return the plan with nothing taken back by some biases."""
+    found = (replace(bias, mean=None) if bias.name in biases else bias for bias in plan.biases)
+    return replace(plan, biases=tuple(found))
+
+
+def least_off(plans: Sequence[Plan], run: Run) -> Plan:
+    """Return the plan with which the outputs are off least at the widths that are looked at, compared to the first."""
+    floats = dict.fromkeys((point.name for point in plans[0].points), FLOAT)
+    exact = run(plans[0])(floats) if len(plans) > 1 else []
+
+    def errors(plan: Plan) -> Array:
+        outputs = run(plan)
+        return np.array([relative_errors(exact, outputs(plan.widths(bits))) for bits, _ in STEPS])
+
+    before = np.maximum(errors(plans[0]), FINE) if exact else np.ones(1)
+    return min(plans, key=lambda plan: float((np.maximum(errors(plan), FINE) / before).mean())) if exact else plans[0]
+
+
 def widened(
-    graph: Graph, plan: Plan, joined: Iterable[Sequence[str]], counts: Mapping[Node, int], outputs: Outputs
+    graph: Graph, plans: Sequence[Plan], joined: Iterable[Sequence[str]], counts: Mapping[Node, int], run: Run
 ) -> Plan:
-    """Return the plan with more bits for the points whose rounding costs the outputs most.
+    """Return the best of some plans, with more bits for the points whose rounding costs the outputs most.
 
     Args:
         graph: The network.
-        plan: Its plan, calibrated.
+        plans: Its plans, calibrated; the first where nothing can be measured.
         joined: Points that share their grid.
         counts: The multiplications of every product.
-        outputs: What the network makes of a few inputs; floors of the plan do not matter there.
+        run: What the network makes of a few inputs.
     """
+    plan = plans[0]
     sizes = {node.output: count for node, count in counts.items()}
     total = sum(sizes.values())
     most, tries = SHARE * total, min(TRIES, int(MOST_WORK / (len(STEPS) * max(1, total))))
@@ -206,8 +228,10 @@ def widened(
         return plan
     tries = max(FEWEST, min(tries, MOST_NODES // len(graph.nodes)))
     units = [u for u in units_of(graph, plan, joined, counts) if sum(sizes[name] for name in u.products) <= most]
-    look = _Widening(plan, outputs, sizes, tries)
     with contextlib.suppress(DataError):  # a network that does not run at some width keeps the plan that it has
+        plan = least_off(plans, run)
+    look = _Widening(plan, run(plan), sizes, tries)
+    with contextlib.suppress(DataError):
         look.run(units)
     return look.plan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ from anybit.artifact.coverage import multiplications, products
 from anybit.artifact.made_up import COUNT, drawn
 from anybit.graph.from_torch import value_name
 from anybit.graph.view import Graph, Node
-from anybit.plan.build import Interval
+from anybit.plan.build import Built, Interval
 from anybit.plan.points import Plan, Widths
-from anybit.plan.widen import SEEN, Array, as_one, chosen, widened
+from anybit.plan.widen import SEEN, Array, Outputs, as_one, chosen, widened, without_means
 from anybit.simulate.capture import call_arguments, moved_to
 from anybit.simulate.network import QuantizedNetwork
 
@@ -50,7 +50,7 @@ def _free(network: QuantizedNetwork) -> bool:
 
 
 @torch.no_grad()
-def with_more_bits(network: QuantizedNetwork, graph: Graph, joined: Sequence[Sequence[str]], some: list[Call]) -> Plan:
+def with_more_bits(network: QuantizedNetwork, graph: Graph, built: Built, some: list[Call]) -> Plan:
     """Return the plan of a network with more bits for the points whose rounding costs its outputs most."""
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     counts = _counts(network.body, graph)
@@ -63,7 +63,12 @@ def with_more_bits(network: QuantizedNetwork, graph: Graph, joined: Sequence[Seq
         made = [[_array(x) for x in _tensors(network(*args, **kwargs))] for args, kwargs in calls]
         return [as_one(parts) for parts in zip(*made, strict=True)]
 
-    return widened(graph, network.plan, joined, counts, outputs)
+    def run(plan: Plan) -> Outputs:
+        network.plan = plan
+        return outputs
+
+    plans = [without_means(network.plan, built.fed), *([network.plan] if built.fed else [])]
+    return widened(graph, plans, built.joined, counts, run)
 
 
 def _array(x: Tensor) -> Array:

@@ -159,7 +159,7 @@ class Live:
             elif isinstance(module, Activation):
                 width = widths[name]
                 grid = None if width == FLOAT else named[name].grid(width)
-                module.set_grid(grid, width, torch.device("cpu"))  # it moves to where the values are
+                module.set_grid(grid, width)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network; it is called as the model is."""

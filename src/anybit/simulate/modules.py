@@ -87,42 +87,44 @@ class Activation(nn.Module):
         self.rectifies = False
         """Whether the tensor that comes in has yet to go through a ReLU."""
         self.given: Grid | None = None
-        self.grid: Grid | None = None
-        """The grid as it was given, and on the device."""
+        self._placed: Grid | None = None
+        """The grid as it was given, and on the device, once something has come in."""
         self.ends = (0.0, 0.0)
         """Between which values of `x` gradients go through: half a bin beyond the grid."""
         self.bits = FLOAT
         self.centred = True
         self.calibration: Calibration | None = None
 
-    def set_grid(self, grid: Grid | None, bits: int, device: torch.device) -> None:
+    def set_grid(self, grid: Grid | None, bits: int) -> None:
         """Put what comes in on this grid, given in numpy, from now on."""
-        if grid is self.given and bits == self.bits and (self.grid is None or self.grid.scale.device == device):
-            return
-        self.given, self.bits = grid, bits
-        self.grid = None if grid is None else on_device(grid, device)
-        if grid is None:
-            return
-        self.centred = not np.any(grid.zero)  # asking the device would mean to wait for it
-        low, high = (float((end - grid.zero) * grid.scale) for end in (grid.low - 0.5, grid.high + 0.5))
-        self.ends = (0.0 if self.rectifies else low, high)
+        if grid is not self.given or bits != self.bits:
+            self.given, self._placed, self.bits = grid, None, bits
+
+    def grid(self, device: torch.device) -> Grid | None:
+        """Return the grid where it is needed."""
+        grid = self.given
+        if grid is not None and (self._placed is None or self._placed.scale.device != device):
+            self._placed = on_device(grid, device)
+            self.centred = not np.any(grid.zero)  # asking the device would mean to wait for it
+            low, high = (float((end - grid.zero) * grid.scale) for end in (grid.low - 0.5, grid.high + 0.5))
+            self.ends = (0.0 if self.rectifies else low, high)
+        return self._placed
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` on the grid, or untouched."""
         if self.calibration is not None:
             seen = torch.relu(x) if self.rectifies else x
             self.calibration.update({self.point.name: wide(seen.detach()).cpu().numpy()})
-        if self.grid is None:
+        grid = self.grid(x.device)
+        if grid is None:
             return torch.relu(x) if self.rectifies else x
-        if self.grid.scale.device != x.device:
-            self.grid = Grid(self.grid.scale.to(x.device), self.grid.zero.to(x.device), *self.grid[2:])
-        if self.rectifies and not (self.centred and self.grid.low == 0):
+        if self.rectifies and not (self.centred and grid.low == 0):
             x = torch.relu(x)
         if x.dtype != torch.float32:
-            return round_through(x.float(), self.grid, self.ends, centred=self.centred).to(x.dtype)
+            return round_through(x.float(), grid, self.ends, centred=self.centred).to(x.dtype)
         if self.fresh and not torch.is_grad_enabled() and gapless(x):
-            return snap_(x, self.grid, centred=self.centred)
-        return round_through(x, self.grid, self.ends, centred=self.centred)
+            return snap_(x, grid, centred=self.centred)
+        return round_through(x, grid, self.ends, centred=self.centred)
 
 
 class Bias(nn.Module):
@@ -161,9 +163,10 @@ class Bias(nn.Module):
             mean = torch.tensor(self.point.mean, dtype=torch.float32, device=bias.device)
             error = wide(weight.live()) - wide(weight.master)
             bias = bias - mean_shift(error, mean, channels=how.channels, groups=how.groups)
-        if source is None or source.grid is None or max(source.bits, weight.bits) > 8:
+        grid = None if source is None else source.grid(bias.device)
+        if source is None or grid is None or max(source.bits, weight.bits) > 8:
             return bias.to(self.master.dtype)
-        unit = bias_units(source.grid.scale.to(bias.device), weight.grid().scale, bias.numel())
+        unit = bias_units(grid.scale, weight.grid().scale, bias.numel())
         codes = bias_codes(bias, unit)
         return torch.where(fits(codes), codes * unit, bias).to(self.master.dtype)
 

@@ -98,13 +98,14 @@ def prepare(
     some: list[Call] = []
     if calibration is not None:
         total = len(calibration) if isinstance(calibration, Sized) else 0
-        plan = _calibrated(network, Calibration(plan, settings.method), calls_of(calibration, network, some), total)
+        watch = Calibration(plan, settings.method, fed=built.fed)
+        plan = _calibrated(network, watch, calls_of(calibration, network, some), total)
     elif preset != "paper" and unknown(plan):
         plan = _guessed(network, plan, settings.method, call_arguments(example_input))
     check_ranges(plan, advice=f"pass {REAL_INPUTS}")
     network.plan = joined(plan, built.joined)
     if some and settings.sensitive == "measured":
-        network.plan = with_more_bits(network, graph, built.joined, some)
+        network.plan = with_more_bits(network, graph, built, some)
     return network
 
 
