@@ -4,7 +4,8 @@
     python -m paper.any_width_trials --only plain start
 
 VGG-like at an eighth of its width, from the start that the converged table shares, fine-tuned on all 45,000 training
-images for one epoch. Every trial changes one thing against "start". The test split is never read.
+images for one epoch. Every trial changes one thing against "start". Those from scratch have 15 epochs, the objective in
+the last five of them. The test split is never read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,9 @@ from paper.cifar10 import load
 
 OUT = Path("results/any-width-trials.json")
 START = "paper/checkpoints/converged-vgg-like-base-0/model.safetensors"
-EPOCHS, BATCH, RATE, DECAY = 1, 128, 0.02, 1e-4
+BATCH, RATE, DECAY = 128, 0.02, 1e-4
+FRESH_RATE, FRESH_DECAY = 0.1, 5e-4
+"""Learning rate and weight decay of a training from scratch."""
 VALIDATED = 2_500
 
 FEW = ((4, 4), (3, 3), (2, 8))
@@ -138,67 +141,94 @@ def l1(strength: float, every: int = 1) -> Make:
     return lambda model, x: GradientPenalty(model, weight=strength, activation=strength, every=every)
 
 
-TRIALS: dict[str, tuple[str, Make]] = {
-    "plain": ("no objective but the loss", lambda model, x: None),
-    "start": ("any-width, strength 0.5, gradients cut to twice the usual length", any_width()),
-    "limit 5": ("gradients are cut to 5 times the usual length", any_width(limit=5.0)),
-    "limit 5, strength 0.25": ("the same, half as strong", any_width(limit=5.0, strength=0.25)),
-    "no limit": ("long gradients are not cut", any_width(limit=math.inf)),
-    "no limit, given ends": (
-        "the same, and no gradient reaches the ends of weight ranges", any_width(limit=math.inf, stretches=False)
-    ),
-    "auto": ("the strength follows the loss", any_width(strength="auto")),
-    "2 bits": ("W2A8 is drawn too, once in nine steps", any_width(widths=(*WIDTHS, "W2A8"))),
-    "kurtosis 0.1": ("kurtosis on top", beside(any_width(), kurtosis(0.1))),
-    "averaged weights": ("an average of the weights over the last steps", any_width()),
-    "l1 + kurtosis": ("the default objective before this one", beside(l1(3e-4), kurtosis(0.3))),
-    "l1 every fourth": ("the l1 penalty on top, at every fourth step", beside(any_width(), l1(3e-4, 4))),
-    "two passes": ("two quantized passes, each half as strong", beside(
-        any_width(strength=0.25), any_width(strength=0.25, seed=1)
-    )),
-    "paper grids only": ("only the paper's grids are drawn", any_width(grids=("paper",))),
-    "averaged, auto": ("an average of the weights, the strength follows the loss", any_width(strength="auto")),
-    "averaged, auto, kurtosis 0.1": (
-        "an average of the weights, the strength follows the loss, kurtosis on top",
-        beside(any_width(strength="auto"), kurtosis(0.1)),
-    ),
-    "averaged, auto, kurtosis 0.3": (
-        "the same with three times the kurtosis", beside(any_width(strength="auto"), kurtosis(0.3))
-    ),
-    "averaged, plain": ("an average of the weights, no objective but the loss", lambda model, x: None),
-    "no conflict": ("what works against the loss's gradient is taken out", changed(Gentle)),
-    "averaged, auto, kurtosis 0.1, no conflict": (
-        "the default, and what works against the loss's gradient is taken out",
-        beside(changed(Gentle, strength="auto"), kurtosis(0.1)),
-    ),
-    "own batch norm": ("each width has its own scale and shift of batch norm", changed(OwnNorm)),
-    "averaged 0.997, auto, kurtosis 0.1": (
-        "the default with an average that reaches back three times as far",
-        beside(any_width(strength="auto"), kurtosis(0.1)),
-    ),
-    "default grids only": ("only the default preset's grids are drawn", any_width(grids=("default",))),
-}  # fmt: skip
+class Trial(NamedTuple):
+    """One way to go on: what it is, what makes its objective, how much of an average of weights a step keeps."""
+
+    what: str
+    make: Make
+    average: float | None = None
+    epochs: int = 1
+    plain: int = 0
+    """Epochs from scratch that come first, by the loss alone; with none it goes on from the shared start."""
+
+
+def nothing(model: nn.Module, x: Tensor) -> None:
+    """Stand for no objective but the loss."""
+
 
 AVERAGED = 0.99
-"""How much of an average of weights a step keeps."""
+BEST = beside(any_width(strength="auto"), kurtosis(0.1))
+TRIALS = {
+    "plain": Trial("no objective but the loss", nothing),
+    "start": Trial("any-width, strength 0.5, gradients cut to twice the usual length", any_width()),
+    "limit 5": Trial("gradients are cut to 5 times the usual length", any_width(limit=5.0)),
+    "limit 5, strength 0.25": Trial("the same, half as strong", any_width(limit=5.0, strength=0.25)),
+    "no limit": Trial("long gradients are not cut", any_width(limit=math.inf)),
+    "no limit, given ends": Trial(
+        "the same, and no gradient reaches the ends of weight ranges", any_width(limit=math.inf, stretches=False)
+    ),
+    "auto": Trial("the strength follows the loss", any_width(strength="auto")),
+    "2 bits": Trial("W2A8 is drawn too, once in nine steps", any_width(widths=(*WIDTHS, "W2A8"))),
+    "kurtosis 0.1": Trial("kurtosis on top", beside(any_width(), kurtosis(0.1))),
+    "averaged weights": Trial("an average of the weights over the last steps", any_width(), AVERAGED),
+    "l1 + kurtosis": Trial("the default objective before this one", beside(l1(3e-4), kurtosis(0.3))),
+    "l1 every fourth": Trial("the l1 penalty on top, at every fourth step", beside(any_width(), l1(3e-4, 4))),
+    "two passes": Trial(
+        "two quantized passes, each half as strong", beside(any_width(strength=0.25), any_width(strength=0.25, seed=1))
+    ),
+    "paper grids only": Trial("only the paper's grids are drawn", any_width(grids=("paper",))),
+    "default grids only": Trial("only the default preset's grids are drawn", any_width(grids=("default",))),
+    "averaged, auto": Trial(
+        "an average of the weights, the strength follows the loss", any_width(strength="auto"), AVERAGED
+    ),
+    "averaged, auto, kurtosis 0.1": Trial(
+        "an average of the weights, the strength follows the loss, kurtosis on top: the default", BEST, AVERAGED
+    ),
+    "averaged, auto, kurtosis 0.3": Trial(
+        "the same with three times the kurtosis", beside(any_width(strength="auto"), kurtosis(0.3)), AVERAGED
+    ),
+    "averaged, plain": Trial("an average of the weights, no objective but the loss", nothing, AVERAGED),
+    "no conflict": Trial("what works against the loss's gradient is taken out", changed(Gentle)),
+    "averaged, auto, kurtosis 0.1, no conflict": Trial(
+        "the default, and what works against the loss's gradient is taken out",
+        beside(changed(Gentle, strength="auto"), kurtosis(0.1)),
+        AVERAGED,
+    ),
+    "own batch norm": Trial("each width has its own scale and shift of batch norm", changed(OwnNorm)),
+    "averaged 0.997, auto, kurtosis 0.1": Trial(
+        "the default with an average that reaches back three times as far", BEST, 0.997
+    ),
+    "six epochs, plain": Trial("no objective but the loss, six epochs", nothing, epochs=6),
+    "six epochs": Trial("the default, six epochs", BEST, AVERAGED, epochs=6),
+    "from scratch, plain": Trial("15 epochs from scratch, no objective but the loss", nothing, epochs=5, plain=10),
+    "from scratch": Trial("15 epochs from scratch, the default in the last five", BEST, AVERAGED, epochs=5, plain=10),
+}
 
 
 def fine_tune(name: str, model: nn.Module, data: Dataset, steps: int | None = None) -> dict[str, float]:
-    """Train in place; return the time per step and the last strength."""
+    """Train in place; return the time per step of the part that is tried, and the last strength."""
+    trial = TRIALS[name]
     torch.manual_seed(0)
     split = data.train
     batches = Batches(split, BATCH, generator=torch.Generator().manual_seed(0), augment=data.augment)
-    objective = TRIALS[name][1](model, split.x[:2])
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=DECAY, nesterov=True)
-    total = EPOCHS * len(batches)
-    average = {key: value.clone() for key, value in model.state_dict().items()} if "averaged" in name else None
-    kept = 0.997 if "0.997" in name else AVERAGED
+    peak, decay = (FRESH_RATE, FRESH_DECAY) if trial.plain else (RATE, DECAY)
+    for module in model.modules() if trial.plain else ():
+        getattr(module, "reset_parameters", lambda: None)()
+    optimizer = torch.optim.SGD(model.parameters(), lr=peak, momentum=0.9, weight_decay=decay, nesterov=True)
+    total, warmup = (trial.plain + trial.epochs) * len(batches), len(batches) if trial.plain else 0
+    average: dict[str, Tensor] | None = None
+    objective: Penalty | None = None
     number, spent, losses, last = 0, 0.0, [], None
     model.train()
-    for _ in range(EPOCHS):
+    for epoch in range(trial.plain + trial.epochs):
+        if epoch == trial.plain:
+            objective, spent = trial.make(model, split.x[:2]), 0.0
+            if trial.average is not None:
+                average = {key: value.clone() for key, value in model.state_dict().items()}
         for x, y in batches:
             x = x.contiguous(memory_format=torch.channels_last)
-            optimizer.param_groups[0]["lr"] = learning_rate(number, steps=total, peak=RATE, warmup=0, shape="cosine")
+            rate = learning_rate(number, steps=total, peak=peak, warmup=warmup, shape="cosine")
+            optimizer.param_groups[0]["lr"] = rate
 
             def closure(x: Tensor = x, y: Tensor = y) -> tuple[Tensor, Tensor]:
                 out = model(x)
@@ -216,15 +246,16 @@ def fine_tune(name: str, model: nn.Module, data: Dataset, steps: int | None = No
             optimizer.zero_grad()
             spent += time.process_time() - begin
             number += 1
-            if average is not None:
+            if average is not None and trial.average is not None:
                 for key, value in model.state_dict().items():
-                    average[key] = average[key].lerp(value, 1 - kept) if value.is_floating_point() else value
-            if number == steps:
+                    average[key] = average[key].lerp(value, 1 - trial.average) if value.is_floating_point() else value
+            if steps and number % steps == 0:
                 break
     if average is not None:
         model.load_state_dict(average)
     OWN[:] = [objective] if isinstance(objective, OwnNorm) else []
-    found = {"seconds_per_step": spent / number, "train_loss": sum(losses[-100:]) / len(losses[-100:])}
+    tried = number * trial.epochs / (trial.plain + trial.epochs)
+    found = {"seconds_per_step": spent / tried, "train_loss": sum(losses[-100:]) / len(losses[-100:])}
     strength = None if last is None else last.terms.get("strength")
     return found if strength is None else {**found, "strength": strength}
 
@@ -273,7 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(TRIALS), default=list(TRIALS))
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--steps", type=int, help="stop an epoch early, to try the program")
+    parser.add_argument("--steps", type=int, help="of each epoch, to try the program")
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = load()
@@ -284,7 +315,7 @@ def main() -> None:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         seen = fine_tune(name, model, data, args.steps)
         values = read(args.out)  # several of these may run at once
-        values["trials"][name] = {"what": TRIALS[name][0], **seen, **measure(model, data), "origin": origin()}
+        values["trials"][name] = {"what": TRIALS[name].what, **seen, **measure(model, data), "origin": origin()}
         write_json(args.out, values)
         print(name, {k: v for k, v in values["trials"][name].items() if k != "origin"}, flush=True)
 
