@@ -257,6 +257,25 @@ def later_operators(net: Net) -> None:
     net.output(net.dense(net.node("Swish", net.dense(y, 16, 16)), 16, 5))
 
 
+@CASES.add("operators of a later version that only learned about more types", opset=22, ir=10)
+def later_version(net: Net) -> None:
+    y = net.node("GlobalMaxPool", net.node("Relu", net.norm(net.conv(net.x(2, 3, 8, 8), 3, 8), 8)))
+    net.output(net.node("Gemm", net.node("Flatten", y), net.weight(5, 8), transB=1))
+
+
+@CASES.add("a later operator that cannot be said in other words, in a file with layers", opset=26, ir=11)
+def later_operator(net: Net) -> None:
+    y = net.node("CumProd", net.node("Sigmoid", net.dense(net.x(4, 16), 16, 12)), net.hold(np.array(1, np.int64)))
+    net.output(net.dense(y, 12, 6))
+
+
+@CASES.add("an input of unsigned whole numbers")
+def unsigned_input(net: Net) -> None:
+    ids = net.input("ids", net.rng.integers(0, 20, (2, 7)).astype(np.uint32))
+    y = net.node("Gather", net.weight(20, 16), net.node("Cast", ids, to=TensorProto.INT64))
+    net.output(net.dense(net.node("Relu", net.dense(y, 16, 12)), 12, 6))
+
+
 @CASES.add("a classifier as scikit-learn writes it: scores as a list of dictionaries", opset=17)
 def scores_by_class(net: Net) -> None:
     x = net.x(4, 10)

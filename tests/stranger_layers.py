@@ -95,6 +95,27 @@ def gemm_with_everything(net: Net) -> None:
     net.output(net.dense(net.node("Relu", net.probe(y)), 12, 6))
 
 
+@LAYERS.add("Gemm that adds one number, one row, a matrix, a column")
+def gemm_adds_all_kinds(net: Net) -> None:
+    y = net.x(4, 16)
+    for size in ((1,), (1, 16), (4, 16), (4, 1), ()):
+        y = net.node("Relu", net.node("Gemm", y, net.weight(16, 16), net.hold(net.draw(*size)), transB=1))
+    net.output(net.dense(y, 16, 6))
+
+
+@LAYERS.add("nothing but a weight with one axis")
+def one_axis_alone(net: Net) -> None:
+    net.output(net.probe(net.node("MatMul", net.x(3, 4, 12), net.weight(12))))
+
+
+@LAYERS.add("a network in double precision")
+def double_precision(net: Net) -> None:
+    x = net.input("x", net.rng.normal(size=(4, 16)))
+    y = net.node("Relu", net.node("Gemm", x, net.weight(16, 12, dtype=np.float64), net.weight(12, dtype=np.float64)))
+    y = net.node("MatMul", y, net.node("Constant", value=numpy_helper.from_array(net.draw(12, 5, dtype=np.float64))))
+    net.output(y, kind=TensorProto.DOUBLE)
+
+
 # Biases
 
 
@@ -179,6 +200,13 @@ def einsum(net: Net) -> None:
     y = net.probe(net.node("Einsum", net.x(2, 5, 8), net.weight(8, 3, 4), equation="btc,chd->bhtd"))
     y = net.node("Einsum", y, net.node("Tanh", y), equation="bhtd,bhsd->bhts")
     net.output(net.dense(y, 5, 6))
+
+
+@LAYERS.add("Einsum that puts heads together, with the constant in front, and one that is a product of matrices")
+def einsum_of_other_orders(net: Net) -> None:
+    y = net.node("Einsum", net.weight(3, 4, 8), net.x(2, 3, 5, 4), equation="hdc, bhtd -> btc")
+    y = net.node("Einsum", net.node("Relu", net.probe(y)), net.weight(8, 6), equation="btc,cd->btd")
+    net.output(net.node("Einsum", net.node("Relu", y), net.weight(6), equation="btd,d->tb"))
 
 
 # Blocks

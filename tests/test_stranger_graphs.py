@@ -19,7 +19,7 @@ from anybit.errors import AnybitError
 
 Array = npt.NDArray[Any]
 
-IN_FLOAT = ("gemm_with_everything", "einsum", "fused_conv", "fused_transformer")
+IN_FLOAT = ("fused_conv", "fused_transformer")
 """Weights that stay in floating point so far."""
 
 COARSE = ("infinite_mask",)

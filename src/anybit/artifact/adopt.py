@@ -97,7 +97,7 @@ def adopt(
         plan = widened(apart(model, plan, Path(path)), built, some)
     found = coverage(model, plan, some[0] if some else None, where=str(path))
     if not found.weights:
-        raise FileError(f"{path}: none of its weights can be quantized, {_why_none(plan, model)}; nothing was written")
+        raise FileError(f"{path}: none of its weights can be quantized, {_why_none(model)}; nothing was written")
     known = {"adopted_from": Path(path).name, "origin": origin(), "quantized": found.to_dict()}
     if some and calibration is not None:
         known["shapes"] = {name: list(np.shape(x)) for name, x in some[0].items()}
@@ -125,7 +125,7 @@ def plan_for(
     apply_changes(model, graph, built)
     plan = with_inputs(built.plan, input_range)
     if not plan.weights:
-        raise FileError(f"{where}: has no weight that could be quantized; {_why_none(plan, model)}")
+        raise FileError(f"{where}: has no weight that could be quantized; {_why_none(model)}")
     if calibration is not None:
         watch = Calibration(plan, settings.method, fed=built.fed)
         plan = _calibrated(model, watch, calibration, some, where=where)
@@ -137,10 +137,8 @@ def plan_for(
     return joined(plan, built.joined), built
 
 
-def _why_none(plan: Plan, model: OnnxModel) -> str:
+def _why_none(model: OnnxModel) -> str:
     """Say what kept a file from having a single point."""
-    if plan.left:
-        return f"{plan.left[0].name} and {len(plan.left) - 1} more are operators that are not known here"
     kinds = dict.fromkeys(printable(node.op_type, 40) for node in model.graph.node if node.op_type != "Identity")
     most = ", ".join([*kinds][:4]) + (" and others" if len(kinds) > 4 else "")
     return f"convolutions, matrix products and recurrent cells with stored weights can be, and it has {most}"

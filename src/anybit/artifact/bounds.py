@@ -94,9 +94,12 @@ def _settled(model: onnx.ModelProto, *, where: str, strict: bool) -> tuple[dict[
 
 def _shapes(model: onnx.ModelProto, *, where: str, strict: bool) -> tuple[dict[str, Sizes], set[str]]:
     """Return the sizes of all values that have a known number of dimensions, a free one as None; and what is text."""
+    # Without ONNX's own propagation of data, which unfolds any range to its full length.
     with explaining(FileError, f"{where}: the graph is no valid ONNX"):
-        # Without ONNX's own propagation of data, which unfolds any range to its full length.
-        graph = onnx.shape_inference.infer_shapes(model, check_type=strict, strict_mode=strict).graph
+        try:
+            graph = onnx.shape_inference.infer_shapes(model, check_type=strict, strict_mode=strict).graph
+        except onnx.shape_inference.InferenceError:  # ONNX is wrong about some operators that the runtime takes
+            graph = onnx.shape_inference.infer_shapes(model).graph
     values = [*graph.input, *graph.value_info, *graph.output]
     found = {v.name: _sizes(v.type) for v in values}
     found |= {t.name: tuple(t.dims) for t in graph.initializer}

@@ -28,6 +28,9 @@ from anybit.plan.points import Bias, Weight
 OLDEST = 13
 """The oldest that a master may have: the first with scales per channel. Files with branches or loops keep their own."""
 
+NEWEST = max(OPSET, onnx.defs.onnx_opset_version())
+"""The newest: files keep what came later and cannot be said in other words."""
+
 DOMAINS = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
 """The domains of operators that ONNX Runtime brings along."""
 
@@ -42,6 +45,7 @@ _LARGEST = 2**16
 _LENGTHS: dict[int, int] = {
     TensorProto.FLOAT: 4, TensorProto.UINT8: 1, TensorProto.INT8: 1, TensorProto.UINT16: 2, TensorProto.INT16: 2,
     TensorProto.INT32: 4, TensorProto.INT64: 8, TensorProto.BOOL: 1, TensorProto.FLOAT16: 2, TensorProto.DOUBLE: 8,
+    TensorProto.UINT32: 4, TensorProto.UINT64: 8,
 }  # fmt: skip
 _FLOATS: dict[int, type[np.floating[Any]]] = {
     TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64,
@@ -54,9 +58,9 @@ def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: 
     """Refuse a model that could do harm; `shapes` are those of float tensors that the graph uses but does not hold."""
     proto = model.proto
     versions = {o.domain: o.version for o in proto.opset_import}
-    standard = OLDEST <= versions.get("", 0) <= OPSET
+    standard = OLDEST <= versions.get("", 0) <= NEWEST
     if not standard or len(versions) != len(proto.opset_import) or not versions.keys() <= DOMAINS:
-        wanted = f"the standard operators, version {OLDEST} to {OPSET}"
+        wanted = f"the standard operators, version {OLDEST} to {NEWEST}"
         raise FileError(f"{where}: opset_import must be {wanted}, and those of ONNX Runtime; got {quoted(versions)}")
     for name in ("functions", "training_info"):
         if getattr(proto, name):

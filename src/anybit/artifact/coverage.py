@@ -70,13 +70,14 @@ def coverage(model: OnnxModel, plan: Plan, feed: Mapping[str, Array] | None, *, 
         feed: One input; one is made up if it is not given.
         where: The file, for errors.
     """
+    places = {weight.place for weight in plan.weights}
     sizes = {
         t.name: math.prod(t.dims)
         for part in all_graphs(model.graph)
         for t in part.initializer
-        if t.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE) and len(t.dims) > 1
+        if t.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
+        and (len(t.dims) > 1 or t.name in places)
     }
-    places = {weight.place for weight in plan.weights}
     total = sum(sizes.values())
     reasons: Counter[str] = Counter()
     users = _users(model)

@@ -1,7 +1,7 @@
 """Files as they are found in the wild, brought into one form before anything is decided about them.
 
-What ONNX Runtime overlooks is put right here: free sizes written as 0 or -1, nodes out of order, wrong shapes, half
-precision, weights inside of branches and loops, names that ours would clash with. A file that is quantized already is
+What ONNX Runtime overlooks is put right here: free sizes written as 0 or -1, nodes out of order, wrong shapes, other
+precisions, weights inside of branches and loops, names that ours would clash with. A file that is quantized already is
 refused.
 """
 
@@ -67,10 +67,10 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     entries = {"": OPSET} | {("" if o.domain == "ai.onnx" else o.domain): o.version for o in proto.opset_import}
     del proto.opset_import[:]
     proto.opset_import.extend(onnx.helper.make_opsetid(d, v) for d, v in entries.items() if d in used)
-    _free_sizes(proto.graph)
+    free_sizes(proto.graph)
     _sort(proto.graph)
     as_bytes(proto.graph)
-    _widen(model)
+    _in_float32(model)
     _rename(proto.graph)
     _hoist(proto.graph)
 
@@ -97,7 +97,7 @@ def as_bytes(graph: onnx.GraphProto) -> None:
                 tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
 
 
-def _free_sizes(graph: onnx.GraphProto) -> None:
+def free_sizes(graph: onnx.GraphProto) -> None:
     """Give free sizes names; outputs lose their shapes, which are often stale and follow from the rest."""
     for value in graph.input:
         for d, dim in enumerate(value.type.tensor_type.shape.dim):
@@ -139,24 +139,36 @@ def _sort(graph: onnx.GraphProto) -> None:
         set_nodes(graph, ordered)
 
 
-def _widen(model: OnnxModel) -> None:
-    """Turn half precision into float32: that is what a master computes in."""
-    half, full = TensorProto.FLOAT16, TensorProto.FLOAT
-    for part in all_graphs(model.graph):
+def _in_float32(model: OnnxModel) -> None:
+    """Turn half precision into float32, which a master computes in, and double precision where layers have it."""
+    parts = list(all_graphs(model.graph))
+    kinds = {TensorProto.FLOAT16, *([TensorProto.DOUBLE] if _doubles(parts) else [])}
+    full = TensorProto.FLOAT
+    for part in parts:
         for value in [*part.input, *part.output]:
-            if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type == half:
+            if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type in kinds:
                 value.type.tensor_type.elem_type = full
         for tensor in part.initializer:
-            if tensor.data_type == half:
+            if tensor.data_type in kinds:
                 array, own = model.array(tensor).astype(np.float32), part is model.graph
                 tensor.CopyFrom((model.tensor if own else numpy_helper.from_array)(array, tensor.name))
-        for node in part.node:
-            for attribute in node.attribute:
-                if attribute.name in ("to", "dtype") and attribute.i == half:
-                    attribute.i = full
-                if attribute.HasField("t") and attribute.t.data_type == half:
-                    array = numpy_helper.to_array(attribute.t).astype(np.float32)
-                    attribute.t.CopyFrom(numpy_helper.from_array(array, attribute.t.name))
+        for attribute in (attribute for node in part.node for attribute in node.attribute):
+            if attribute.name in ("to", "dtype") and attribute.i in kinds:
+                attribute.i = full
+            if attribute.HasField("t") and attribute.t.data_type in kinds:
+                array = numpy_helper.to_array(attribute.t).astype(np.float32)
+                attribute.t.CopyFrom(numpy_helper.from_array(array, attribute.t.name))
+
+
+LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum", "LSTM", "GRU", "RNN"}
+
+
+def _doubles(parts: list[onnx.GraphProto]) -> bool:
+    """Tell whether some layer has a weight in double precision."""
+    nodes = [node for part in parts for node in part.node]
+    held = [tensor for part in parts for tensor in part.initializer]
+    held += [a.t for node in nodes if node.op_type == "Constant" for a in node.attribute if a.HasField("t")]
+    return any(t.data_type == TensorProto.DOUBLE and t.dims for t in held) and any(n.op_type in LAYERS for n in nodes)
 
 
 def _rename(graph: onnx.GraphProto) -> None:

@@ -14,9 +14,10 @@ from onnx.inliner import inline_selected_functions
 
 from anybit.artifact import protobuf_scan
 from anybit.artifact.bounds import MOST_GROWTH
-from anybit.artifact.check import OLDEST, bytes_of, check_length, check_model, tensors_of
+from anybit.artifact.check import NEWEST, OLDEST, bytes_of, check_length, check_model, tensors_of
 from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, set_nodes, shaped
-from anybit.artifact.normalize import FOLDED, as_bytes, normalize
+from anybit.artifact.normalize import FOLDED, as_bytes, free_sizes, normalize
+from anybit.artifact.products import spell_out
 from anybit.artifact.upgrade import upgrade
 from anybit.common.text import explaining
 from anybit.errors import FileError
@@ -42,14 +43,13 @@ def read_model_file(path: Path) -> OnnxModel:
         check_length(model.graph, where=str(path))
         _load_external(model, path)
         normalize(model, where=str(path))
-        if _as_it_is(model):
-            upgrade(model)
-        else:
-            model = _converted(model)
+        model = _with_our_version(model)
         as_bytes(model.graph)
         _settle(model)
         _settle_casts(model)
         _fold_constants(model)
+        if spell_out(model):
+            _fold_constants(model)
         _split_directions(model)
     proto = model.proto
     proto.ir_version = 10
@@ -78,11 +78,19 @@ def _check_kind(path: Path) -> None:
             raise FileError(f"{path}: is {what}")
 
 
-def _as_it_is(model: OnnxModel) -> bool:
-    """Tell whether a model keeps its version of the operators: the converter does not go into branches and loops."""
+def _with_our_version(model: OnnxModel) -> OnnxModel:
+    """Return a model with the operators of this version; where that cannot be, it keeps its own."""
+    upgrade(model)
     version = next((o.version for o in model.proto.opset_import if o.domain == ""), 0)
-    nested = len(list(all_graphs(model.graph))) > 1
-    return bool(version == OPSET or (nested and OLDEST <= version <= OPSET))
+    nested = len(list(all_graphs(model.graph))) > 1  # where the converter does not go
+    if version == OPSET or (nested and OLDEST <= version <= NEWEST):
+        return model
+    try:
+        return _converted(model)
+    except RuntimeError:
+        if not OLDEST <= version <= NEWEST:
+            raise
+        return model
 
 
 def _load_external(model: OnnxModel, path: Path) -> None:
@@ -161,6 +169,7 @@ def _settle(model: OnnxModel) -> None:
     del graph.value_info[:]
     del graph.input[:]
     graph.input.extend(inputs)
+    free_sizes(graph)
     set_nodes(graph, nodes)
 
 

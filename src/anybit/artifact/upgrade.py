@@ -1,8 +1,8 @@
-"""Operators of this version inside of branches and loops, where ONNX's own converter does not go.
+"""Operators of this version where ONNX's own converter does not go: inside of branches and loops, and backwards.
 
-Between versions 13 and 21 most operators only learned about more types. A few took settings over from attributes to
-inputs, which is written out here. What changed in another way leaves a file as it is: it then runs as well, but holds
-no numbers of 4 bits.
+Since version 13 most operators only learned about more types. A few took settings over from attributes to inputs, which
+is written out here. What changed in another way leaves a file as it is: it then runs as well, but an old one holds no
+numbers of 4 bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import GraphProto, NodeProto, helper, numpy_helper
 
-from anybit.artifact.check import OLDEST
+from anybit.artifact.check import NEWEST, OLDEST
 from anybit.artifact.model import OnnxModel, all_graphs
 from anybit.graph.onnx_nodes import OPSET
 
@@ -24,10 +24,10 @@ WIDER = frozenset({"Cast", "Pad", "ScatterElements", "Shape"})
 
 
 def upgrade(model: OnnxModel) -> None:
-    """Bring a model with branches or loops to the operators of this version, if that is known to change nothing."""
+    """Bring a model to the operators of this version, if that is known to change nothing."""
     graph = model.graph
     own = next((entry for entry in model.proto.opset_import if entry.domain == ""), None)
-    if own is None or not OLDEST <= own.version < OPSET:
+    if own is None or not OLDEST <= own.version <= NEWEST or own.version == OPSET:
         return
     nodes = [node for part in all_graphs(graph) for node in part.node if node.domain == ""]
     changed = {kind for kind in {node.op_type for node in nodes} if not _same(kind, own.version)}
