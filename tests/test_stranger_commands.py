@@ -30,6 +30,7 @@ from anybit.cli.run import run
 from anybit.cli.watch import watch
 from anybit.errors import AnybitError, DataError, FileError, SpecError
 from anybit.graph.view import Node
+from anybit.plan.widen import Unit, with_floors
 from anybit.spec import Bits
 
 
@@ -328,6 +329,18 @@ def test_a_layer_that_is_not_in_the_plan_is_not_counted_as_quantized(tmp_path: P
     assert found.multiplications == pytest.approx(24 * 8 / (24 * 8 + 16 * 24))
     assert found.floating == (("tensors that MatMul uses", pytest.approx(1 - found.weights)),)
     assert coverage(model, plan, {"x": np.zeros(3)}, where="plain").multiplications is None  # it does not run
+
+
+def test_what_was_measured_is_told_as_a_part_of_what_the_measurement_counted(tmp_path: Path) -> None:
+    """That includes layers inside of branches, where every weight counts once."""
+    onnx.save(CASES["if_with_layers"].build(), tmp_path / "plain.onnx")
+    feed = CASES["if_with_layers"].feed()
+    plan = anybit.adopt(tmp_path / "plain.onnx", tmp_path / "m.onnx", calibration=[feed], sensitive="same")
+    model = read_model_file(tmp_path / "plain.onnx")
+    last = Unit((plan.weights[-1].name,), frozenset())
+    found = coverage(model, with_floors(plan, [last], 8), feed, where="plain")
+    outside = {"first": 4 * 16 * 12, "last": 4 * 8 * 6}  # of four examples
+    assert found.measured == outside["last"] / (sum(outside.values()) + 2 * 12 * 8)
 
 
 # How much is lost

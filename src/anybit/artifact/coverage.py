@@ -46,8 +46,8 @@ class Coverage:
     """Which part of a network's weights and multiplications is quantized; the latter is None where nothing ran.
 
     `wide` is the part of the multiplications in layers that never go to the narrowest width, `measured` that of layers
-    which keep more bits because a measurement said so. `floating` has the reasons
-    why weights are not quantized, each with its part of the weights.
+    which keep more bits because a measurement said so, there with those inside branches and loops. `floating` has the
+    reasons why weights are not quantized, each with its part of the weights.
     """
 
     weights: float
@@ -91,7 +91,7 @@ def coverage(model: OnnxModel, plan: Plan, feed: Mapping[str, Array] | None, *, 
     done = sum(count for node, count in counts.items() if _is_quantized(graph, node, plan))
     floored = {weight.place for weight in plan.weights if weight.floor > NARROWEST}
     wide = sum(count for node, count in counts.items() if floored & {*node.inputs, *node.weights})
-    each = {node.output: count for node, count in counts.items()}
+    each = {node.output: count for node, count in (counts | inside(graph)).items()}
     kept = {point.name for point in plan.points if point.because == MEASURED}
     wider = (unit.products for unit in units_of(graph, plan, (), counts) if kept.intersection(unit.names))
     measured = sum(each[output] for output in frozenset().union(*wider))
@@ -99,7 +99,7 @@ def coverage(model: OnnxModel, plan: Plan, feed: Mapping[str, Array] | None, *, 
         rounded / total if total else 0.0,
         done / all_of_them if all_of_them else None,
         wide / all_of_them if all_of_them else None,
-        measured / all_of_them if all_of_them else None,
+        measured / sum(each.values()) if all_of_them else None,
         tuple((reason, size / total) for reason, size in reasons.most_common()),
     )
 
@@ -107,6 +107,12 @@ def coverage(model: OnnxModel, plan: Plan, feed: Mapping[str, Array] | None, *, 
 def products(graph: Graph) -> list[Node]:
     """Return the products whose multiplications can be counted from outside."""
     return [node for node in graph.nodes if node.kind in PRODUCTS and node.kind != "inside"]
+
+
+def inside(graph: Graph) -> dict[Node, int]:
+    """Return the products inside branches and loops; nobody sees how often they run, so every weight counts once."""
+    found = [node for node in graph.nodes if node.kind == "inside"]
+    return {node: sum(graph.constants[name].size for name in node.weights) for node in found}
 
 
 def _users(model: OnnxModel) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import helper
 
-from anybit.artifact.coverage import counted, products
+from anybit.artifact.coverage import counted, inside, products
 from anybit.artifact.layers import complete
 from anybit.artifact.master import Master
 from anybit.artifact.model import OnnxModel
@@ -49,10 +49,7 @@ def widened(master: Master, built: Built, feeds: Sequence[Feed]) -> Plan:
     """
     model = complete(master)
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
-    counts = counted(model, products(graph), feeds[0], where=str(master.path))
-    # What runs inside branches and loops, nobody sees how often: every weight counts once.
-    inside = [node for node in graph.nodes if node.kind == "inside"]
-    counts |= {node: sum(graph.constants[name].size for name in node.weights) for node in inside}
+    counts = counted(model, products(graph), feeds[0], where=str(master.path)) | inside(graph)
     kinds = {v.name: helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type) for v in master.graph.graph.input}
     shown = [feeds[i] for i in widen.chosen(len(feeds), sum(counts.values()))]
     some = [{name: np.asarray(feed[name], kind) for name, kind in kinds.items()} for feed in shown]

@@ -96,7 +96,7 @@ def _table(gains: Sequence[Gain], title: str) -> Table:
             "memory MB": f"{gain.resident_bytes / 1e6:.1f}",
             "ms": f"{1000 * gain.latency:.2f}",
             "times FP": ratio(gain.speedup),
-            f"inputs/s by {batch}": f"{gain.throughput:.0f}" if batch > 1 else "",
+            f"inputs per s by {batch}": f"{gain.throughput:.0f}" if batch > 1 else "",
             f"times FP by {batch}": ratio(gain.speedup_batch) if batch > 1 else "",
         }
         rows.append(cells)
