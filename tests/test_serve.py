@@ -310,6 +310,22 @@ def test_a_network_that_ends_in_a_softmax_has_said_its_confidence(tmp_path: Path
     assert sum(guess["confidence"] for guess in plain["guesses"]) == pytest.approx(1)
 
 
+def test_scores_of_several_steps_are_no_classes_of_the_picture(tmp_path: Path) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(MODEL)
+    model.graph.node[-1].output[0] = "logits"
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "axis"))
+    for kind, *names in (("Unsqueeze", "logits", "axis", "row"), ("Concat", "row", "row", "rows")):
+        settings = {"axis": 1} if kind == "Concat" else {}
+        model.graph.node.append(helper.make_node(kind, names[:-1], names[-1:], name=kind.lower(), **settings))
+    model.graph.node.append(helper.make_node("Softmax", ["rows"], ["y"], name="softmax", axis=2))
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    write_master(tmp_path / "s.onnx", model, header_with(about={}))
+    app = make_app(tmp_path / "s.onnx")
+    assert app.model.predict(PNG, Bits())["outputs"][0].startswith("y: 1 x 2 x 3, ")
+    assert app.about()["classes"] == 0
+
+
 def test_without_names_no_class_is_made_up(tmp_path: Path) -> None:
     app = make_app(small_master(tmp_path))
     found = app.model.predict(PNG, Bits(8, 8))

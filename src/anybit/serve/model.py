@@ -45,7 +45,8 @@ class LiveModel:
         self._example = session.example()
         outputs, _ = outputs_of(session, self._example, finite=False)
         self.labels = session.feeding
-        self.classes = max((outputs[name].shape[-1] for name in scores_of(outputs, len(self.labels.labels))), default=0)
+        told = (answer.name for answer in answers(outputs, len(self.labels.labels)) if answer.best is not None)
+        self.classes = max((outputs[name].shape[-1] for name in told), default=0)
 
     @property
     def fed_with(self) -> str:
