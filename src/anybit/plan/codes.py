@@ -31,13 +31,13 @@ class Codes:
     axis: int | None
     bits: int
 
-    def dequantized(self) -> Floats:
-        """Return the weight in floating point.
+    def dequantized(self, out: Floats | None = None) -> Floats:
+        """Return the weight in floating point, in `out` if that is given.
 
         >>> Codes(np.array([-7, 2], np.int8), np.array(0.5, np.float32), np.array(0, np.int8), None, 4).dequantized()
         array([-3.5,  1. ], dtype=float32)
         """
-        out, shifted = np.empty(self.values.shape, np.float32), self.zero.any()
+        out, shifted = np.empty(self.values.shape, np.float32) if out is None else out, self.zero.any()
         for codes, to, scale, zero in _pieces(self.values, out, self.scale, self.zero.astype(np.float32), self.axis):
             to[...] = codes
             if shifted:
@@ -129,9 +129,9 @@ class Nearest:
             codes[...] = ratio
         return _codes(out, self.grid, self.spec)
 
-    def dequantized(self) -> Floats:
-        """Return the weight in floating point."""
-        out = np.empty(self.weight.shape, np.float32)
+    def dequantized(self, out: Floats | None = None) -> Floats:
+        """Return the weight in floating point, in `out` if that is given."""
+        out = np.empty(self.weight.shape, np.float32) if out is None else out
         for part, to, scale, zero in _pieces(self.weight, out, *self.grid[:2], self.spec.axis):
             self._round(part, to, scale, zero)
             if not self.spec.symmetric:

@@ -189,7 +189,9 @@ class QuantizedNetwork(nn.Module):
 
         def put(name: str) -> None:
             def make() -> Tensor:
-                return torch.from_numpy(rounded(name).dequantized()).to(masters[name])
+                room = torch.empty(masters[name].shape)  # numpy asks for huge pages, and the system takes long for them
+                rounded(name).dequantized(room.numpy())
+                return room.to(masters[name])
 
             if parts[name].value is None:
                 parts[name].value = self._kept.get(keys[name], make, lambda t: t.numel() * t.element_size())
