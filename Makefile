@@ -8,7 +8,7 @@ LIGHT := $(VENV)/.light
 READY := $(VENV)/.ready
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check table1 table2 figures appendix cifar10 bench bench-penalty bench-quant bench-peers bench-helpers bench-allocate bench-order bench-scale bench-strangers bench-strangers-speed soak fuzz docs setup clean
+.PHONY: demo test check table1 table2 figures appendix cifar10 bench bench-penalty bench-quant bench-peers bench-helpers bench-allocate bench-order bench-scale bench-strangers bench-operators bench-strangers-speed soak fuzz docs setup clean
 
 demo: $(LIGHT)
 	@$(BIN)/anybit demo
@@ -61,6 +61,9 @@ bench-scale: $(READY)
 
 bench-strangers: $(READY)
 	@$(BIN)/python benchmarks/strangers/run.py
+
+bench-operators: $(READY)
+	@$(BIN)/python benchmarks/operators.py
 
 bench-strangers-speed: $(READY)
 	@$(BIN)/python benchmarks/strangers/speed.py

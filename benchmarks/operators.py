@@ -4,8 +4,8 @@
 
 ONNX brings an example of each of its operators in every form. Each is tried as it is, and then with all inputs but one
 made constant, so that weights, tables and settings are stored in all places where a file can have them. What ONNX
-Runtime does not run is left out. Of what is taken, the outputs at 16 bits are compared with those of the runtime. Writes
-results/operators.json.
+Runtime does not run is left out. Of what is taken, the outputs at 16 bits are compared with those of the runtime.
+Writes results/operators.json.
 """
 
 from __future__ import annotations
