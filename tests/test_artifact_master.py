@@ -308,7 +308,7 @@ ATTACKS: dict[str, tuple[Callable[[onnx.ModelProto], Any], str]] = {
     "functions": (lambda m: m.functions.add(name="f"), "functions is not empty"),
     "training": (lambda m: m.training_info.add(), "training_info is not empty"),
     "sparse": (lambda m: m.graph.sparse_initializer.add(), "sparse_initializer is not empty"),
-    "sequence": (lambda m: m.graph.input[0].type.sequence_type.SetInParent(), "'x': a sequence cannot be handed over"),
+    "sequence": (lambda m: m.graph.input[0].type.sequence_type.SetInParent(), "'x': sequences cannot be handed over"),
 }  # fmt: skip
 
 

@@ -225,7 +225,7 @@ def entries(dims: Iterable[int], *, where: str) -> int:
 def _check_type(kind: TypeProto, *, where: str) -> None:
     if (form := kind.WhichOneof("value") or "tensor_type") != "tensor_type":
         form, advice = form.removesuffix("_type"), "let the graph make it of tensors, with SplitToSequence or the like"
-        raise FileError(f"{where}: a {form} cannot be handed over, only tensors of numbers or of text; {advice}")
+        raise FileError(f"{where}: {form}s cannot be handed over, only tensors of numbers or of text; {advice}")
     if kind.tensor_type.elem_type not in {*_LENGTHS, TensorProto.STRING}:
         raise FileError(f"{where}: must be a tensor of numbers or of text")
     entries([d.dim_value for d in kind.tensor_type.shape.dim], where=where)
