@@ -150,6 +150,7 @@ class Trial(NamedTuple):
     epochs: int = 1
     plain: int = 0
     """Epochs from scratch that come first, by the loss alone; with none it goes on from the shared start."""
+    rate: float = RATE
 
 
 def nothing(model: nn.Module, x: Tensor) -> None:
@@ -200,6 +201,14 @@ TRIALS = {
     ),
     "six epochs, plain": Trial("no objective but the loss, six epochs", nothing, epochs=6),
     "six epochs": Trial("the default, six epochs", BEST, AVERAGED, epochs=6),
+    **{
+        f"rate {rate:g}{name}": Trial(f"{what}, learning rate {rate:g}", make, average, rate=rate)
+        for rate in (0.005, 0.001)
+        for name, what, make, average in (
+            (", plain", "no objective but the loss", nothing, None),
+            ("", "the default", BEST, AVERAGED),
+        )
+    },
     "from scratch, plain": Trial("15 epochs from scratch, no objective but the loss", nothing, epochs=5, plain=10),
     "from scratch": Trial("15 epochs from scratch, the default in the last five", BEST, AVERAGED, epochs=5, plain=10),
 }
@@ -211,7 +220,7 @@ def fine_tune(name: str, model: nn.Module, data: Dataset, steps: int | None = No
     torch.manual_seed(0)
     split = data.train
     batches = Batches(split, BATCH, generator=torch.Generator().manual_seed(0), augment=data.augment)
-    peak, decay = (FRESH_RATE, FRESH_DECAY) if trial.plain else (RATE, DECAY)
+    peak, decay = (FRESH_RATE, FRESH_DECAY) if trial.plain else (trial.rate, DECAY)
     for module in model.modules() if trial.plain else ():
         getattr(module, "reset_parameters", lambda: None)()
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, momentum=0.9, weight_decay=decay, nesterov=True)
