@@ -142,5 +142,5 @@ def draw(figure: Figure, curves: list[Curve]) -> None:
                 axes.axvline(curve.on, color="black", linestyle=":", linewidth=1.2)
         axes.set(title=title, xlabel="epoch")
         plain_log(axes, "y")
-        axes.legend()
+        axes.legend(loc="upper right")  # looking for the best place may take long, and then warns
     all_axes[0].set_ylabel("l1 norm of the gradient over\nweights and activations")
