@@ -105,3 +105,23 @@ def test_means_that_batch_norm_tells_stay_whatever_data_say() -> None:
     known = anybit.prepare(model.eval(), batches[0]).plan.bias("3.bias").mean
     assert known is not None
     assert anybit.prepare(model, batches[0], calibration=batches).plan.bias("3.bias").mean == known
+
+
+@pytest.mark.parametrize(("far", "clipped"), [((1,), True), ((0, 5, 10, 15), False)])
+def test_at_8_bits_rare_values_are_cut_off_only_if_the_outputs_gain(far: tuple[int, ...], clipped: bool) -> None:
+    """The outputs are looked at for inputs 0, 5, 10 and 15."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(64, 64, 1), nn.ReLU(), nn.Conv2d(64, 8, 1))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(64)[..., None, None])
+        model[0].bias.zero_()
+        usual = torch.linspace(0.05, 0.95, 64)  # what the last layer does not see, so that small errors count
+        last = model[2].weight[..., 0, 0]
+        last -= (last @ usual)[:, None] * usual / usual.square().sum()
+    inputs = [usual[:, None, None] + 0.1 * torch.rand(1, 64, 20, 20) - 0.05 for _ in range(16)]
+    for i in far:
+        inputs[i][0, 0, 0, 0] = 1.25
+    net = anybit.prepare(model, inputs[0], calibration=inputs)
+    found = next(a for a in net.plan.activations if a.kind == "activation").range_at(8)
+    assert found is not None
+    assert found.high == pytest.approx(1.0 if clipped else 1.25, abs=0.02)

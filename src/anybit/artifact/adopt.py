@@ -92,9 +92,9 @@ def adopt(
     model = read_model_file(Path(path))
     some: list[Feed] = []
     fed = {} if preprocessing is None else _fed_intervals(model, preprocessing)
-    plan, built = plan_for(model, settings, calibration, input_range, some, fed=fed, where=str(path))
+    (plan, clipped), built = plans_for(model, settings, calibration, input_range, some, fed=fed, where=str(path))
     if some and settings.sensitive == "measured":
-        plan = widened(apart(model, plan, Path(path)), built, some)
+        plan = widened(apart(model, plan, Path(path)), clipped, built, some)
     found = coverage(model, plan, some[0] if some else None, where=str(path))
     if not found.weights:
         raise FileError(f"{path}: none of its weights can be quantized, {_why_none(model)}; nothing was written")
@@ -106,7 +106,7 @@ def adopt(
     return plan
 
 
-def plan_for(
+def plans_for(
     model: OnnxModel,
     settings: Settings,
     calibration: Iterable[Feed] | None,
@@ -115,10 +115,11 @@ def plan_for(
     *,
     fed: Mapping[str, Interval] | None = None,
     where: str,
-) -> tuple[Plan, Built]:
+) -> tuple[tuple[Plan, Plan], Built]:
     """Return the plan of a model, which changes with folding and equalizing, and what it was made of.
 
-    `some` gets a few of the inputs that were run; `fed` is where made-up ones lie.
+    A second plan clips wherever that lowers the error of a value at 8 bits. `some` gets a few of the inputs that were
+    run; `fed` is where made-up ones lie.
     """
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
     built = build(graph, settings)
@@ -126,15 +127,16 @@ def plan_for(
     plan = with_inputs(built.plan, input_range)
     if not plan.weights:
         raise FileError(f"{where}: has no weight that could be quantized; {_why_none(model)}")
+    plans = (plan, plan)
     if calibration is not None:
         watch = Calibration(plan, settings.method, fed=built.fed)
-        plan = _calibrated(model, watch, calibration, some, where=where)
+        plans = _calibrated(model, watch, calibration, some, where=where)
     else:
         watch = Calibration(plan, settings.method, made_up=True)
         with contextlib.suppress(DataError):  # nothing that was made up runs: what is unknown stays in floating point
             ids, interval = table_rows(model), {**pictures_of_bytes(graph), **(fed or {}), **given_intervals(plan)}
-            plan = _calibrated(model, watch, None, some, ids=ids, interval=interval, where=where)
-    return joined(plan, built.joined), built
+            plans = _calibrated(model, watch, None, some, ids=ids, interval=interval, where=where)
+    return (joined(plans[0], built.joined), joined(plans[1], built.joined)), built
 
 
 def _why_none(model: OnnxModel) -> str:
@@ -213,8 +215,8 @@ def _calibrated(
     ids: int = 0,
     interval: Mapping[str, Interval] | None = None,
     where: str,
-) -> Plan:
-    """Return the plan with the ranges that its values have over all inputs, or over some that are made up."""
+) -> tuple[Plan, Plan]:
+    """Return the plan with the ranges that its values have over all inputs or some made-up ones, and one that clips."""
     watched = model.copy()
     del watched.graph.output[:]
     places = {a.place: a.name for a in watch.points}
@@ -223,7 +225,7 @@ def _calibrated(
     if not places:  # everything is inside of branches; what the inputs look like is worth knowing all the same
         names = {value.name for value in inputs_of(model.graph)}
         some += [feed for feed in islice(feeds or (), 1) if names <= feed.keys()]
-        return watch.done()
+        return watch.both()
     engine = compile_model(watched, exact=False, threads=None, where=where)
     if feeds is None:
         whole, words = cast_values(model), words_of(model.graph)
@@ -241,4 +243,4 @@ def _calibrated(
         seen = True
     if not seen:
         raise DataError("calibration saw no data; at least one input is expected")
-    return watch.done()
+    return watch.both()

@@ -39,11 +39,12 @@ def remembered(inputs: Iterable[T], some: list[T]) -> Iterator[T]:
         yield given
 
 
-def widened(master: Master, built: Built, feeds: Sequence[Feed]) -> Plan:
+def widened(master: Master, clipped: Plan, built: Built, feeds: Sequence[Feed]) -> Plan:
     """Return the plan of a master with more bits for the points whose rounding costs the outputs most.
 
     Args:
         master: The network, calibrated.
+        clipped: Its plan with other ranges to try.
         built: What its plan was made of.
         feeds: Inputs that are ready to run.
     """
@@ -59,7 +60,7 @@ def widened(master: Master, built: Built, feeds: Sequence[Feed]) -> Plan:
         kept, other = Kept(2**28), replace(master, header=replace(master.header, plan=plan))
         return lambda widths: outputs_at(other, some, widths, kept, judged)
 
-    plans = [widen.without_means(master.plan, built.fed), *([master.plan] if built.fed else [])]
+    plans = widen.ways(master.plan, clipped, built.fed)
     return widen.widened(graph, plans, built.joined, counts, run)
 
 

@@ -42,7 +42,7 @@ class Observer(ABC):
     def range(self) -> Range:
         """Return the range that fits all batches seen."""
 
-    def ranges(self, point: Activation) -> dict[int, Range]:
+    def ranges(self, point: Activation, rare: float = RARE) -> dict[int, Range]:
         """Return a range per width, 32 standing for all that are not named; by default one for all."""
         return {FLOAT: self.range()}
 
@@ -124,7 +124,7 @@ class MeanSquare(Histogram):
 
     name = "mse"
 
-    def ranges(self, point: Activation) -> dict[int, Range]:
+    def ranges(self, point: Activation, rare: float = RARE) -> dict[int, Range]:
         """Return the range for each width."""
         ranges = super().ranges(point)
         if self.reach == 0.0:
@@ -135,7 +135,7 @@ class MeanSquare(Histogram):
             ranges[bits] = self._best(grid, source)
         eight = QuantSpec(8, point.symmetric, signed=self.low < 0)
         clipped, whole = self._best(eight, source), ranges[FLOAT]
-        if self._error(clipped, eight) < RARE * self._error(whole, eight):
+        if self._error(clipped, eight) < rare * self._error(whole, eight):
             ranges[8] = clipped
         return ranges
 
@@ -210,11 +210,11 @@ class Calibration:
                 rows, (total, count) = as_rows(value, key[1] % value.ndim), self.sums[key]
                 self.sums[key] = total + rows.sum(1, dtype=np.float64), count + rows.shape[1]
 
-    def done(self) -> Plan:
-        """Return the plan with the ranges that were found."""
+    def done(self, rare: float = RARE) -> Plan:
+        """Return the plan with the ranges that were found; at 8 bits clipped if that leaves so much of the error."""
         found = {}
         for point in self.points:
-            ranges = self.observers[point.name].ranges(point)
+            ranges = self.observers[point.name].ranges(point, rare)
             if self.made_up:
                 if point.kind == "input":
                     continue
@@ -227,6 +227,13 @@ class Calibration:
             found[point.name] = tuple((b, replace(r, source=self.source or r.source)) for b, r in ranges.items())
         biases = (b if b.mean is not None else replace(b, mean=self._mean(b.name)) for b in self.plan.biases)
         return replace(self.plan.with_ranges(found), biases=tuple(biases))
+
+    def both(self) -> tuple[Plan, Plan]:
+        """Return the plan twice: clipped at 8 bits with care, and wherever that lowers the error of the value itself.
+
+        Which is better shows in the outputs.
+        """
+        return self.done(), self.done(rare=1.0)
 
     def _mean(self, bias: str) -> tuple[float, ...] | None:
         """Return the mean of each input channel of a layer, as exact as a few inputs are, if it was seen."""

@@ -189,6 +189,14 @@ def without_means(plan: Plan, biases: Container[str]) -> Plan:
     return replace(plan, biases=tuple(found))
 
 
+def ways(plan: Plan, clipped: Plan, biases: Container[str]) -> list[Plan]:
+    """Return what can be tried: biases that take nothing back or do, and ranges that clip at 8 bits more or less often.
+
+    The first is what stands where nothing can be measured.
+    """
+    return list(dict.fromkeys(p for some in (plan, clipped) for p in (without_means(some, biases), some)))
+
+
 def least_off(plans: Sequence[Plan], run: Run) -> Plan:
     """Return the plan with which the outputs are off least at the widths that are looked at, compared to the first."""
     floats = dict.fromkeys((point.name for point in plans[0].points), FLOAT)

@@ -17,7 +17,7 @@ from anybit.graph.from_torch import value_name
 from anybit.graph.view import Graph, Node
 from anybit.plan.build import Built, Interval
 from anybit.plan.points import Plan, Widths
-from anybit.plan.widen import SEEN, Array, Outputs, as_one, chosen, widened, without_means
+from anybit.plan.widen import SEEN, Array, Outputs, as_one, chosen, ways, widened
 from anybit.simulate.capture import call_arguments, moved_to
 from anybit.simulate.network import QuantizedNetwork
 
@@ -50,8 +50,8 @@ def _free(network: QuantizedNetwork) -> bool:
 
 
 @torch.no_grad()
-def with_more_bits(network: QuantizedNetwork, graph: Graph, built: Built, some: list[Call]) -> Plan:
-    """Return the plan of a network with more bits for the points whose rounding costs its outputs most."""
+def with_more_bits(network: QuantizedNetwork, clipped: Plan, graph: Graph, built: Built, some: list[Call]) -> Plan:
+    """Return the plan of a network, or one `clipped`, with more bits for points whose rounding costs outputs most."""
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     counts = _counts(network.body, graph)
     calls = [moved_to(device, some[i]) for i in chosen(len(some), sum(counts.values()))]
@@ -67,8 +67,7 @@ def with_more_bits(network: QuantizedNetwork, graph: Graph, built: Built, some: 
         network.plan = plan
         return outputs
 
-    plans = [without_means(network.plan, built.fed), *([network.plan] if built.fed else [])]
-    return widened(graph, plans, built.joined, counts, run)
+    return widened(graph, ways(network.plan, clipped, built.fed), built.joined, counts, run)
 
 
 def _array(x: Tensor) -> Array:

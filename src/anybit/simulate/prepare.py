@@ -96,23 +96,24 @@ def prepare(
     _check_same(model, network, example_input)
     plan = with_inputs(built.plan, input_range)
     some: list[Call] = []
+    clipped = plan
     if calibration is not None:
         total = len(calibration) if isinstance(calibration, Sized) else 0
         watch = Calibration(plan, settings.method, fed=built.fed)
-        plan = _calibrated(network, watch, calls_of(calibration, network, some), total)
+        plan, clipped = _calibrated(network, watch, calls_of(calibration, network, some), total)
     elif preset != "paper" and unknown(plan):
         plan = _guessed(network, plan, settings.method, call_arguments(example_input))
     check_ranges(plan, advice=f"pass {REAL_INPUTS}")
     network.plan = joined(plan, built.joined)
     if some and settings.sensitive == "measured":
-        network.plan = with_more_bits(network, graph, built, some)
+        network.plan = with_more_bits(network, joined(clipped, built.joined), graph, built, some)
     return network
 
 
 def _guessed(network: QuantizedNetwork, plan: Plan, method: str, example: Call) -> Plan:
     """Return the plan with ranges from calls that are made up, where nothing else tells them, and say so."""
     calls = list(made_up_calls(network.body, example, given_intervals(plan)))
-    found = _calibrated(network, Calibration(plan, method, made_up=True), calls, len(calls))
+    found, _ = _calibrated(network, Calibration(plan, method, made_up=True), calls, len(calls))
     guesses = [a.name for a in found.activations if a.ranges and a.ranges[0][1].source == MADE_UP]
     more = len(guesses) - 1
     warnings.warn(
@@ -232,8 +233,8 @@ def _detach(body: fx.GraphModule) -> None:
 
 
 @torch.no_grad()
-def _calibrated(network: QuantizedNetwork, watch: Calibration, calls: Iterable[Call], total: int) -> Plan:
-    """Call the network and return its plan with the ranges that were found."""
+def _calibrated(network: QuantizedNetwork, watch: Calibration, calls: Iterable[Call], total: int) -> tuple[Plan, Plan]:
+    """Call the network and return its plan with the ranges that were found, and one that clips more."""
     from anybit.common.bars import progress_bars
 
     watched = [m for n, m in executors(network.body).items() if n in watch.observers]
@@ -249,7 +250,7 @@ def _calibrated(network: QuantizedNetwork, watch: Calibration, calls: Iterable[C
     finally:
         for module in watched:
             module.calibration = None
-    return watch.done()
+    return watch.both()
 
 
 @torch.no_grad()
