@@ -123,6 +123,8 @@ def _any_width() -> tuple[TableRow, ...]:
         TableRow("any-width", "Any width + kurtosis", {"penalty.any_width": True, "penalty.kurtosis": 0.1}),
         replace(AVERAGED, label="The same, averaged weights"),
         TableRow("any-width-alone", "Any width", {"penalty.any_width": True}),
+        TableRow("none-six", "Nothing, six epochs", {"epochs": 6}),
+        TableRow("any-width-six", "Any width, six epochs", {**AVERAGED.changes, "epochs": 6}),
         TableRow(
             "l1+kurtosis", "L1 + kurtosis", by_network={n: dict(zip(both, v, strict=True)) for n, v in kurtosis.items()}
         ),
