@@ -22,6 +22,7 @@ from anybit.artifact.export import export
 from anybit.artifact.session import Session
 from anybit.artifact.storage import size_on_disk
 from anybit.artifact.texts import storable
+from anybit.artifact.values import packed
 from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.spec import Bits
@@ -124,6 +125,7 @@ def _batched(session: Session, one: Mapping[str, Array], batch: int) -> dict[int
     if min(seconds) * batch > LONGEST:
         return {}
     free = {value.name for value in session.takes if value.shape and not value.shape[0]}
+    free = {name for name in free if isinstance(one[name], np.ndarray)}
     many = {name: np.concatenate([x] * batch) if name in free else x for name, x in one.items()}
     try:
         session.run(many)
@@ -224,10 +226,11 @@ _PROBE = """
 import json, sys, numpy as np
 from pathlib import Path
 from anybit.artifact.runtime import onnxruntime
+from anybit.artifact.values import unpacked
 def resident():
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 ort, arrays = onnxruntime(), np.load(sys.argv[2])
-feed = {name: arrays[f"arr_{i}"] for i, name in enumerate(json.loads(sys.argv[3]))}
+feed = {name: unpacked(x, arrays) for name, x in json.loads(sys.argv[3]).items()}
 options = ort.SessionOptions()
 options.intra_op_num_threads = 1
 before = resident()
@@ -242,8 +245,10 @@ def footprint(master: Path, bits: Bits, feed: Mapping[str, Array]) -> tuple[int,
     with tempfile.TemporaryDirectory() as folder:
         out, inputs = Path(folder) / "model.onnx", Path(folder) / "inputs.npz"
         export(master, out, weights=bits.weights, activations=bits.activations)
-        np.savez(inputs, *map(storable, feed.values()))  # names of inputs are no names of files
-        command = [sys.executable, "-c", _PROBE, str(out), str(inputs), json.dumps(list(feed))]
+        arrays: list[Array] = []
+        told = json.dumps({name: packed(x, arrays) for name, x in feed.items()})
+        np.savez(inputs, *map(storable, arrays))  # names of inputs are no names of files
+        command = [sys.executable, "-c", _PROBE, str(out), str(inputs), told]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             reason = printable(done.stderr.strip()[-200:])

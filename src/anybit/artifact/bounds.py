@@ -25,7 +25,7 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
-from anybit.artifact.model import OnnxModel, all_graphs, set_nodes
+from anybit.artifact.model import OnnxModel, all_graphs, entry_type, set_nodes
 from anybit.artifact.runtime import compile_model
 from anybit.common.text import explaining, printable
 from anybit.errors import FileError
@@ -41,7 +41,7 @@ _RANDOM = frozenset(
 )
 _NEVER_GROWING = frozenset({
     "Compress", "Identity", "NonZero", "Reshape", "Slice", "Split", "Squeeze", "TopK", "Transpose", "Unique",
-    "Unsqueeze", "SequenceEmpty", "SequenceInsert", "SplitToSequence",
+    "Unsqueeze", "Optional", "SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SplitToSequence",
 })  # fmt: skip
 """Operators with at most a few times as many entries as they get, also where nobody knows how many.
 
@@ -62,7 +62,7 @@ def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: st
         strict: Whether the shapes of all values must follow from those of the inputs.
     """
     constants = {name: math.prod(shape) for name, _, shape in outside}
-    dims = [d for v in model.graph.input if v.name not in constants for d in v.type.tensor_type.shape.dim]
+    dims = [d for v in model.graph.input if v.name not in constants for d in entry_type(v.type).tensor_type.shape.dim]
     free = [d for d in dims if not d.HasField("dim_value") or d.dim_value < 1]
     for dim in free:  # some write a free size as 0 or -1
         dim.ClearField("dim_value")
