@@ -128,19 +128,46 @@ def _rooms(graph: GraphProto, texts: set[str], *, where: str) -> dict[str, int]:
 
     As with free sizes, what comes in has a length of one.
     """
+    held = {tensor.name for tensor in graph.initializer}
+    longest = _lengths(graph, dict.fromkeys((v.name for v in graph.input if v.name in texts), 1), texts, where=where)
+    return {name: 8 + length // 4 for name, length in longest.items() if name in texts and name not in held}
+
+
+def _lengths(graph: GraphProto, known: Mapping[str, int], texts: set[str] | None, *, where: str) -> dict[str, int]:
+    """Return the length of the longest entry of each text; where nobody knows what is one, of everything."""
     held = {t.name: max(map(len, t.string_data), default=0) for t in graph.initializer if t.string_data}
-    longest = {**dict.fromkeys((v.name for v in graph.input if v.name in texts), 1), **held}
+    longest = {**known, **held}
     for node in graph.node:
-        if any(inner.op_type == "StringConcat" for inner in _inside(node)):
-            raise FileError(f"{where}: text is put together inside of a branch or loop, where it may grow without end")
         said = [longest[name] for name in node.input if name in longest]
         own = [len(raw) for a in node.attribute for raw in (a.s, *a.strings, *a.t.string_data)]
-        length = sum(said) if node.op_type == "StringConcat" else max([*said, *own], default=0)
-        made = [name for name in node.output if name in texts or (said and node.domain)]  # of those nobody tells types
+        if any(inner.op_type == "StringConcat" for inner in _inside(node)):
+            own += [length for part in subgraphs(node) for length in _lengths_out(node, part, longest, where=where)]
+        joined = sum(longest.get(name, 1) for name in node.input) if node.op_type == "StringConcat" else 0
+        length = max([joined, *said, *own])
+        # Of other domains nobody tells types.
+        made = [name for name in node.output if texts is None or name in texts or (said and node.domain)]
         if made and length > LONGEST_TEXT:
             raise FileError(f"{where}: {printable(made[0], 60)!r} would be a text of {length} bytes")
         longest |= dict.fromkeys(made, length)
-    return {name: 8 + length // 4 for name, length in longest.items() if name in texts and name not in held}
+    return longest
+
+
+def _lengths_out(node: NodeProto, part: GraphProto, outside: Mapping[str, int], *, where: str) -> list[int]:
+    """Return the lengths of what a branch or loop body hands out; refuse what grows from one round to the next."""
+    taken = {own.name: max(1, outside.get(name, 1)) for own, name in zip(part.input, node.input, strict=False)}
+    first = 2 if node.op_type == "Loop" else 0  # the number of the round and a condition come in, a condition goes out
+    scanned = sum(attribute.i for attribute in node.attribute if attribute.name == "num_scan_inputs")
+    states = part.input[first : len(part.input) - scanned] if node.op_type in ("Loop", "Scan") else []
+    grown, made = dict[str, int](), dict[str, int]()
+    for _ in range(2):  # the first round may begin with nothing
+        made = _lengths(part, {**outside, **taken}, None, where=where)
+        handed = {own.name: made.get(out.name, 0) for own, out in zip(states, part.output[first // 2 :], strict=False)}
+        grown = {name: length for name, length in handed.items() if length > taken.get(name, 1)}
+        taken |= grown
+    if grown:
+        advice = "let the graph put it together outside"
+        raise FileError(f"{where}: text grows from round to round of a loop, and nobody knows how far; {advice}")
+    return [made.get(out.name, 0) for out in part.output]
 
 
 def _inside(node: NodeProto) -> Iterator[NodeProto]:
