@@ -22,7 +22,6 @@ from anybit.artifact.export import export
 from anybit.artifact.session import Session
 from anybit.artifact.storage import size_on_disk
 from anybit.artifact.texts import storable
-from anybit.artifact.values import packed
 from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.spec import Bits
@@ -226,16 +225,17 @@ _PROBE = """
 import json, sys, numpy as np
 from pathlib import Path
 from anybit.artifact.runtime import onnxruntime
-from anybit.artifact.values import unpacked
+from anybit.artifact.values import as_value
 def resident():
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 ort, arrays = onnxruntime(), np.load(sys.argv[2])
-feed = {name: unpacked(x, arrays) for name, x in json.loads(sys.argv[3]).items()}
+names, others = json.loads(Path(sys.argv[3]).read_text())
+feed = {name: arrays[f"arr_{i}"] for i, name in enumerate(names)}
 options = ort.SessionOptions()
 options.intra_op_num_threads = 1
 before = resident()
 session = ort.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
-session.run(None, feed)
+session.run(None, feed | {v.name: as_value(others[v.name], v.type) for v in session.get_inputs() if v.name in others})
 print(resident() - before)
 """
 
@@ -245,10 +245,12 @@ def footprint(master: Path, bits: Bits, feed: Mapping[str, Array]) -> tuple[int,
     with tempfile.TemporaryDirectory() as folder:
         out, inputs = Path(folder) / "model.onnx", Path(folder) / "inputs.npz"
         export(master, out, weights=bits.weights, activations=bits.activations)
-        arrays: list[Array] = []
-        told = json.dumps({name: packed(x, arrays) for name, x in feed.items()})
-        np.savez(inputs, *map(storable, arrays))  # names of inputs are no names of files
-        command = [sys.executable, "-c", _PROBE, str(out), str(inputs), told]
+        plain = {name: x for name, x in feed.items() if isinstance(x, np.ndarray)}
+        np.savez(inputs, *map(storable, plain.values()))  # names of inputs are no names of files
+        others = {name: x for name, x in feed.items() if name not in plain}
+        told = inputs.with_suffix(".json")
+        told.write_text(json.dumps([list(plain), others], default=np.ndarray.tolist))
+        command = [sys.executable, "-c", _PROBE, str(out), str(inputs), str(told)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             reason = printable(done.stderr.strip()[-200:])

@@ -30,7 +30,7 @@ from anybit.artifact.feeding import Preprocessing
 from anybit.artifact.model import entry_type
 from anybit.artifact.pictures import PICTURES, read_picture
 from anybit.artifact.texts import as_text
-from anybit.artifact.values import OPTIONAL, TYPES, as_value, type_name
+from anybit.artifact.values import OPTIONAL, TYPES, as_input, as_value, type_name
 from anybit.common.named import by_name, is_code
 from anybit.common.text import printable
 from anybit.errors import AnybitError, DataError
@@ -403,7 +403,7 @@ def _as_feed(value: Any, inputs: Sequence[Input], where: str) -> Feed:
     found = {}
     for entry in inputs:
         if entry.form:
-            found[entry.name] = _formed(given.get(entry.name), entry, where)
+            found[entry.name] = as_input(given.get(entry.name), f"{where}: {entry.name}", entry.form)
             continue
         array = np.asarray(given[entry.name])
         if entry.shape and array.ndim == len(entry.shape) - 1:
@@ -412,11 +412,3 @@ def _as_feed(value: Any, inputs: Sequence[Input], where: str) -> Feed:
             raise DataError(f"{where}: does not fit {entry}; got {list(array.shape)}")
         found[entry.name] = converted(array, entry, where)
     return found
-
-
-def _formed(x: Any, value: Input, where: str) -> Any:
-    """Return what somebody's code made for an input that is no tensor."""
-    try:
-        return as_value(x, value.form, lambda entry, kind: converted(np.asarray(entry), value, where))
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise DataError(f"{where}: does not fit {value}; {printable(error, 120)}") from error

@@ -63,6 +63,10 @@ def normalize(model: OnnxModel, *, where: str) -> None:
                 factors = [attribute for attribute in node.attribute if attribute.name == "beta"]
                 for factor in factors:
                     node.attribute.remove(factor)
+    for node in (node for part in all_graphs(proto.graph) for node in part.node if node.op_type == "Loop"):
+        if not "".join(node.input[1:2]):  # the runtime makes the condition itself
+            for condition in (value for body in subgraphs(node) for value in body.input[1:2]):
+                condition.type.tensor_type.shape.SetInParent()
     entries = {"": OPSET} | {("" if o.domain == "ai.onnx" else o.domain): o.version for o in proto.opset_import}
     del proto.opset_import[:]
     proto.opset_import.extend(onnx.helper.make_opsetid(d, v) for d, v in entries.items() if d in used)

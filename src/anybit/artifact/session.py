@@ -27,7 +27,7 @@ from anybit.artifact.prefer import ASKED, WEIGHTS, Notes, Times, check_preferenc
 from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import batch_advice, compile_model, memory_advice
 from anybit.artifact.texts import TEXT, words_of
-from anybit.artifact.values import OPTIONAL, TYPES, Kind, as_array, as_value, kinds_of
+from anybit.artifact.values import OPTIONAL, TYPES, Kind, as_array, as_input, kinds_of
 from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.plan.numbers import Kept, Numbers
@@ -242,10 +242,7 @@ class Session:
 def _as_input(x: Any, wanted: Kind) -> Any:
     """Return a value of the type and shape that an input wants, or say what it wants."""
     shape = wanted.shape[1:] if "seq(" in wanted.type else wanted.shape
-    try:
-        return as_value(x, wanted.type, lambda entry, kind: _as_tensor(entry, Kind(wanted.name, kind, shape)))
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise DataError(f"input {wanted.name!r} takes {wanted.type}; this is none ({printable(error, 60)})") from None
+    return as_input(x, *wanted[:2], lambda entry, kind: _as_tensor(entry, Kind(wanted.name, kind, shape)))
 
 
 def _as_tensor(x: npt.ArrayLike, wanted: Kind) -> Array:

@@ -7,7 +7,7 @@ or None, which is also what an input gets that is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ TYPES = {
 """What numpy calls the types of tensors."""
 
 OPTIONAL = "optional("
+_FORMS: dict[str, tuple[type, ...]] = {"seq": (list, tuple, np.ndarray), "map": (Mapping,)}
 
 
 class Kind(NamedTuple):
@@ -92,35 +93,35 @@ def as_value(x: Any, kind: str, tensor: Callable[[Any, str], Array] = as_array) 
     {'a': 1.0}
 
     Raises:
-        TypeError, ValueError, KeyError: It cannot be.
+        TypeError, ValueError, KeyError, OverflowError: It cannot be.
     """
     form, _, inner = kind[:-1].partition("(")
     if form == "optional":
         return None if x is None else as_value(x, inner, tensor)
+    if form in _FORMS and not isinstance(x, _FORMS[form]):
+        raise TypeError(f"it is a {type(x).__name__}")
     if form == "seq":
-        if not isinstance(x, list | tuple | np.ndarray):
-            raise TypeError(f"a list is expected, not {type(x).__name__}")
         return [as_value(entry, inner, tensor) for entry in x]
     if form == "map":
-        if not isinstance(x, Mapping):
-            raise TypeError(f"a dict is expected, not {type(x).__name__}")
         key, _, value = inner.partition(",")
         return {(str if key == "string" else int)(name): as_array(v, value).item() for name, v in x.items()}
     return tensor(x, kind)
 
 
-def feed_of(given: Mapping[str, Any], inputs: Iterable[Kind]) -> dict[str, Any]:
+def as_input(x: Any, name: str, kind: str, tensor: Callable[[Any, str], Array] = as_array) -> Any:
+    """Return the value of an input, or say what it takes."""
+    try:
+        return as_value(x, kind, tensor)
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise DataError(f"input {name!r} takes {kind}; this is none ({printable(error, 80)})") from None
+
+
+def feed_of(given: Mapping[str, Any], inputs: Sequence[Kind]) -> dict[str, Any]:
     """Return values for all inputs, ready to run; an optional one may be missing."""
-    found, wanted = {}, list(inputs)
-    for value in wanted:
-        if value.name not in given and not value.type.startswith(OPTIONAL):
-            names = ", ".join(kind.name for kind in wanted)
-            raise DataError(f"the network takes {names}; got {printable(', '.join(map(str, given)) or 'nothing', 120)}")
-        try:
-            found[value.name] = as_value(given.get(value.name), value.type)
-        except (TypeError, ValueError, KeyError, OverflowError) as error:
-            raise DataError(f"input {value.name!r} takes {value.type}; this is none ({printable(error, 60)})") from None
-    return found
+    if any(value.name not in given and not value.type.startswith(OPTIONAL) for value in inputs):
+        names = ", ".join(value.name for value in inputs)
+        raise DataError(f"the network takes {names}; got {printable(', '.join(map(str, given)) or 'nothing', 120)}")
+    return {value.name: as_input(given.get(value.name), value.name, value.type) for value in inputs}
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
@@ -143,29 +144,3 @@ def parts_of(name: str, value: Any) -> dict[str, Array]:
     if isinstance(value, dict):
         return {name: np.array(list(value.values()))}
     return {name: np.zeros(0, object) if value is None else value}
-
-
-def packed(value: Any, arrays: list[Array]) -> Any:
-    """Return a value ready for JSON, with numbers of arrays in place of those, which are added to the list."""
-    if isinstance(value, list):
-        return [packed(entry, arrays) for entry in value]
-    if value is None or isinstance(value, dict):
-        return value and {"keys": list(value), "values": list(value.values())}
-    arrays.append(value)
-    return len(arrays) - 1
-
-
-def unpacked(value: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return what was packed, its arrays out of an .npz file.
-
-    >>> arrays: list[Array] = []
-    >>> given = {"a": [np.ones(2)], "b": {1: 2.0}, "c": None}
-    >>> said = {name: packed(x, arrays) for name, x in given.items()}
-    >>> {name: unpacked(x, {"arr_0": arrays[0]}) for name, x in said.items()}
-    {'a': [array([1., 1.])], 'b': {1: 2.0}, 'c': None}
-    """
-    if isinstance(value, list):
-        return [unpacked(entry, arrays) for entry in value]
-    if isinstance(value, dict):
-        return dict(zip(value["keys"], value["values"], strict=True))
-    return None if value is None else arrays[f"arr_{value}"]
