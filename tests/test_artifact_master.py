@@ -303,12 +303,12 @@ ATTACKS: dict[str, tuple[Callable[[onnx.ModelProto], Any], str]] = {
     "bomb": (bomb, r"'bomb' would have the shape \[1048576, 1048576\]"),
     "cycle": (lambda m: node_of(m, "Conv").input.__setitem__(0, "y"), "no valid ONNX"),
     "twice": (lambda m: node_of(m, "Relu").output.__setitem__(0, "x"), "no valid ONNX|made twice"),
-    "no outputs": (lambda m: m.graph.ClearField("output"), "has inputs and outputs"),
+    "no outputs": (lambda m: m.graph.ClearField("output"), "a network has outputs"),
     "opset": (lambda m: setattr(m.opset_import[0], "version", 99), "opset_import must be"),
     "functions": (lambda m: m.functions.add(name="f"), "functions is not empty"),
     "training": (lambda m: m.training_info.add(), "training_info is not empty"),
     "sparse": (lambda m: m.graph.sparse_initializer.add(), "sparse_initializer is not empty"),
-    "sequence": (lambda m: m.graph.input[0].type.sequence_type.SetInParent(), "'x': sequences cannot be handed over"),
+    "sequence": (lambda m: m.graph.input[0].type.sequence_type.SetInParent(), "'x': must be a tensor of numbers"),
 }  # fmt: skip
 
 

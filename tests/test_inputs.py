@@ -102,7 +102,7 @@ def test_numbers_that_would_change_are_refused(values: list[Any], kind: np.dtype
 
 
 def test_values_of_a_type_that_nothing_is_read_as() -> None:
-    with pytest.raises(DataError, match="takes values of a type"):
+    with pytest.raises(DataError, match="is read from no file; name a function"):
         converted(np.zeros(1), Input("x", None, (0,)), "a.npy")
 
 

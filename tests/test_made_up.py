@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from stranger_builder import Net
 
 from anybit.artifact.made_up import BYTES, CENTRED, made_up_inputs, pictures_of_bytes, sound
 from anybit.artifact.texts import PLAIN, Words, words_of
+from anybit.artifact.values import Kind
 from anybit.graph.from_onnx import read_onnx
 
 
@@ -20,19 +20,14 @@ class Engine:
     """Says what it takes, and takes it."""
 
     def __init__(self, **inputs: tuple[str, Sequence[int | str]]) -> None:
-        self.inputs = [
-            SimpleNamespace(name=name, type=f"tensor({kind})", shape=shape) for name, (kind, shape) in inputs.items()
-        ]
-
-    def get_inputs(self) -> list[Any]:
-        return self.inputs
+        self.inputs = [Kind(name, f"tensor({kind})", [*shape]) for name, (kind, shape) in inputs.items()]
 
     def run(self, *given: Any) -> list[Any]:
         return []
 
 
 def made(engine: Engine, **settings: Any) -> dict[str, Any]:
-    return made_up_inputs(engine, ids=50, interval={}, where="file", **settings)[0]
+    return made_up_inputs(engine, engine.inputs, ids=50, interval={}, where="file", **settings)[0]
 
 
 def test_floating_point_numbers_of_free_length_are_sound() -> None:

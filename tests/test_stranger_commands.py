@@ -162,7 +162,7 @@ def test_text_of_ones_own_calibrates(tmp_path: Path) -> None:
         np.save(tmp_path / "wrong.npy", wrong)
         with pytest.raises(DataError, match=r"wrong\.npy: .*text is expected, got|Python objects in dtype"):
             call(adopt, plain, "--out", out, "--calibrate", tmp_path / "wrong.npy")
-    with pytest.raises(DataError, match=r"a calibration input cannot be run \(int64\)"):
+    with pytest.raises(DataError, match=r"cannot be run \(input 'words' takes tensor\(string\); this is none \(int64"):
         anybit.adopt(plain, out, calibration=[{"words": np.array([[1, 2]])}])
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import NodeProto, TensorProto, helper
 
 from anybit.artifact.coverage import cast_values, coverage, table_rows
@@ -25,8 +24,9 @@ from anybit.artifact.made_up import made_up_inputs, pictures_of_bytes
 from anybit.artifact.master import write_master
 from anybit.artifact.model import OnnxModel, names_in
 from anybit.artifact.plain import read_model_file
-from anybit.artifact.runtime import TYPES, as_type, batch_advice, compile_model, run_in_time, time_limit
+from anybit.artifact.runtime import batch_advice, compile_model, run_in_time, time_limit
 from anybit.artifact.texts import words_of
+from anybit.artifact.values import feed_of, kinds_of, shape_of
 from anybit.artifact.widen import remembered, widened
 from anybit.common.provenance import origin
 from anybit.common.text import printable
@@ -37,8 +37,7 @@ from anybit.plan.build import Built, Interval, Settings, build, joined, with_inp
 from anybit.plan.observe import Calibration
 from anybit.plan.points import Plan
 
-Array = npt.NDArray[Any]
-Feed = Mapping[str, Array]
+Feed = Mapping[str, Any]
 
 
 def adopt(
@@ -100,7 +99,7 @@ def adopt(
         raise FileError(f"{path}: none of its weights can be quantized, {_why_none(model)}; nothing was written")
     known = {"adopted_from": Path(path).name, "origin": origin(), "quantized": found.to_dict()}
     if some and calibration is not None:
-        known["shapes"] = {name: list(np.shape(x)) for name, x in some[0].items()}
+        known["shapes"] = {name: list(shape_of(x)) for name, x in some[0].items()}
     known |= {**(about or {}), **(preprocessing.to_about() if preprocessing else {})}
     write_master(out, model, Header(plan, store, known))
     return plan
@@ -223,20 +222,20 @@ def _calibrated(
     for place in places:
         watched.graph.output.append(helper.make_tensor_value_info(place, TensorProto.FLOAT, None))
     if not places:  # everything is inside of branches; what the inputs look like is worth knowing all the same
-        names = {value.name for value in inputs_of(model.graph)}
-        some += [feed for feed in islice(feeds or (), 1) if names <= feed.keys()]
+        with contextlib.suppress(DataError):
+            some += [feed_of(feed, kinds_of(model.graph)) for feed in islice(feeds or (), 1)]
         return watch.both()
     engine = compile_model(watched, exact=False, threads=None, where=where)
     if feeds is None:
         whole, words = cast_values(model), words_of(model.graph)
-        feeds = made_up_inputs(engine, ids=ids, interval=interval or {}, whole=whole, words=words, where=where)
-    wanted = [value for value in engine.get_inputs() if value.type in TYPES]
+        takes, lie = kinds_of(model.graph), interval or {}
+        feeds = made_up_inputs(engine, takes, ids=ids, interval=lie, whole=whole, words=words, where=where)
     seen = False
     for feed in remembered(feeds, some):
         try:
-            values: Feed = {v.name: as_type(feed[v.name], v.type) for v in wanted}
+            values = feed_of(feed, kinds_of(model.graph))
             found = run_in_time(engine, list(places), values, time_limit())
-        except (DataError, KeyError, TypeError, ValueError) as error:
+        except DataError as error:
             advice = batch_advice(str(error), feed)
             raise DataError(f"{where}: a calibration input cannot be run ({error}){advice}") from error
         watch.update(dict(zip(places.values(), found, strict=True)))

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anybit.artifact.session import Session
+from anybit.artifact.values import parts_of
 from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.spec import Bits
@@ -55,7 +56,8 @@ def outputs_of(session: Session, x: Mapping[str, Array], *, finite: bool = True)
         DataError: An output holds no numbers and no text or, unless that is allowed, numbers that are not finite.
     """
     found, used = session.run_with_bits(dict(x))
-    outputs = _apart(found if isinstance(found, dict) else {session.outputs[0]: found})
+    values = found if len(session.outputs) > 1 else {session.outputs[0]: found}
+    outputs = {part: array for name, value in values.items() for part, array in parts_of(name, value).items()}
     for name, array in outputs.items():
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiubO":
             raise DataError(f"output {name!r} holds no numbers and no text, so nothing can be said about it")
@@ -63,18 +65,6 @@ def outputs_of(session: Session, x: Mapping[str, Array], *, finite: bool = True)
         if finite and floats and not (math.isfinite(array.min()) and math.isfinite(array.max())):
             raise DataError(f"at {used} the output {name!r} is not finite; try a wider width or another input")
     return outputs, used
-
-
-def _apart(outputs: Mapping[str, Any]) -> dict[str, Array]:
-    """Return outputs with the entries of lists under names of their own.
-
-    >>> list(_apart({"a": np.ones(2), "b": [np.ones(1), np.ones(3)]}))
-    ['a', 'b[0]', 'b[1]']
-    """
-    found: dict[str, Array] = {}
-    for name, value in outputs.items():
-        found |= {f"{name}[{i}]": x for i, x in enumerate(value)} if isinstance(value, list) else {name: value}
-    return found
 
 
 def scores_of(outputs: Mapping[str, Array], labels: int = 0) -> set[str]:

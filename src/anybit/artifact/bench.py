@@ -124,6 +124,7 @@ def _batched(session: Session, one: Mapping[str, Array], batch: int) -> dict[int
     if min(seconds) * batch > LONGEST:
         return {}
     free = {value.name for value in session.takes if value.shape and not value.shape[0]}
+    free = {name for name in free if isinstance(one[name], np.ndarray)}
     many = {name: np.concatenate([x] * batch) if name in free else x for name, x in one.items()}
     try:
         session.run(many)
@@ -224,15 +225,17 @@ _PROBE = """
 import json, sys, numpy as np
 from pathlib import Path
 from anybit.artifact.runtime import onnxruntime
+from anybit.artifact.values import as_value
 def resident():
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 ort, arrays = onnxruntime(), np.load(sys.argv[2])
-feed = {name: arrays[f"arr_{i}"] for i, name in enumerate(json.loads(sys.argv[3]))}
+names, others = json.loads(Path(sys.argv[3]).read_text())
+feed = {name: arrays[f"arr_{i}"] for i, name in enumerate(names)}
 options = ort.SessionOptions()
 options.intra_op_num_threads = 1
 before = resident()
 session = ort.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
-session.run(None, feed)
+session.run(None, feed | {v.name: as_value(others[v.name], v.type) for v in session.get_inputs() if v.name in others})
 print(resident() - before)
 """
 
@@ -242,8 +245,12 @@ def footprint(master: Path, bits: Bits, feed: Mapping[str, Array]) -> tuple[int,
     with tempfile.TemporaryDirectory() as folder:
         out, inputs = Path(folder) / "model.onnx", Path(folder) / "inputs.npz"
         export(master, out, weights=bits.weights, activations=bits.activations)
-        np.savez(inputs, *map(storable, feed.values()))  # names of inputs are no names of files
-        command = [sys.executable, "-c", _PROBE, str(out), str(inputs), json.dumps(list(feed))]
+        plain = {name: x for name, x in feed.items() if isinstance(x, np.ndarray)}
+        np.savez(inputs, *map(storable, plain.values()))  # names of inputs are no names of files
+        others = {name: x for name, x in feed.items() if name not in plain}
+        told = inputs.with_suffix(".json")
+        told.write_text(json.dumps([list(plain), others], default=np.ndarray.tolist))
+        command = [sys.executable, "-c", _PROBE, str(out), str(inputs), str(told)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             reason = printable(done.stderr.strip()[-200:])

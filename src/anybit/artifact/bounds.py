@@ -11,7 +11,7 @@ A graph may hide a size: `Pow -> Cast -> ConstantOfShape` makes gigabytes out of
    working memory with a limit (`runtime.limit_memory`), and a run that asks for more fails with an error.
 
 What texts say lies outside of that pool. So a value of text counts in the first two rules with the room of its longest
-entry in place of each one, and no text may be put together that is longer than 64 kB.
+entry in place of each one, and no text may be put together that is longer than 64 kB, or than 64 bytes in a loop, which may make any number of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
-from anybit.artifact.model import OnnxModel, all_graphs, set_nodes
+from anybit.artifact.model import OnnxModel, all_graphs, entry_type, set_nodes
 from anybit.artifact.runtime import compile_model
 from anybit.common.text import explaining, printable
 from anybit.errors import FileError
@@ -33,7 +33,8 @@ from anybit.graph.onnx_nodes import subgraphs
 
 MOST_ENTRIES = 2**28
 MOST_GROWTH = 2**24
-LONGEST_TEXT = 2**16
+LONGEST_TEXT, SHORT_TEXT = 2**16, 64
+LOOPS = ("Loop", "Scan")
 _SMALL = 4096
 _ROUNDS = 10
 _RANDOM = frozenset(
@@ -41,7 +42,7 @@ _RANDOM = frozenset(
 )
 _NEVER_GROWING = frozenset({
     "Compress", "Identity", "NonZero", "Reshape", "Slice", "Split", "Squeeze", "TopK", "Transpose", "Unique",
-    "Unsqueeze", "SequenceEmpty", "SequenceInsert", "SplitToSequence",
+    "Unsqueeze", "Optional", "SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SplitToSequence",
 })  # fmt: skip
 """Operators with at most a few times as many entries as they get, also where nobody knows how many.
 
@@ -62,7 +63,7 @@ def check_sizes(model: onnx.ModelProto, outside: Iterable[Outside], *, where: st
         strict: Whether the shapes of all values must follow from those of the inputs.
     """
     constants = {name: math.prod(shape) for name, _, shape in outside}
-    dims = [d for v in model.graph.input if v.name not in constants for d in v.type.tensor_type.shape.dim]
+    dims = [d for v in model.graph.input if v.name not in constants for d in entry_type(v.type).tensor_type.shape.dim]
     free = [d for d in dims if not d.HasField("dim_value") or d.dim_value < 1]
     for dim in free:  # some write a free size as 0 or -1
         dim.ClearField("dim_value")
@@ -128,19 +129,50 @@ def _rooms(graph: GraphProto, texts: set[str], *, where: str) -> dict[str, int]:
 
     As with free sizes, what comes in has a length of one.
     """
+    held = {tensor.name for tensor in graph.initializer}
+    longest = _lengths(graph, dict.fromkeys((v.name for v in graph.input if v.name in texts), 1), texts, where=where)
+    return {name: 8 + length // 4 for name, length in longest.items() if name in texts and name not in held}
+
+
+def _lengths(graph: GraphProto, known: Mapping[str, int], texts: set[str] | None, *, where: str) -> dict[str, int]:
+    """Return the length of the longest entry of each text; where nobody knows what is one, of everything."""
     held = {t.name: max(map(len, t.string_data), default=0) for t in graph.initializer if t.string_data}
-    longest = {**dict.fromkeys((v.name for v in graph.input if v.name in texts), 1), **held}
+    longest = {**known, **held}
     for node in graph.node:
-        if any(inner.op_type == "StringConcat" for inner in _inside(node)):
-            raise FileError(f"{where}: text is put together inside of a branch or loop, where it may grow without end")
         said = [longest[name] for name in node.input if name in longest]
         own = [len(raw) for a in node.attribute for raw in (a.s, *a.strings, *a.t.string_data)]
-        length = sum(said) if node.op_type == "StringConcat" else max([*said, *own], default=0)
-        made = [name for name in node.output if name in texts or (said and node.domain)]  # of those nobody tells types
+        if node.op_type in LOOPS or any(inner.op_type == "StringConcat" for inner in _inside(node)):
+            own += [length for part in subgraphs(node) for length in _lengths_out(node, part, longest, where=where)]
+        joined = sum(longest.get(name, 1) for name in node.input) if node.op_type == "StringConcat" else 0
+        length = max([joined, *said, *own])
+        # Of other domains nobody tells types.
+        made = [name for name in node.output if texts is None or name in texts or (said and node.domain)]
         if made and length > LONGEST_TEXT:
             raise FileError(f"{where}: {printable(made[0], 60)!r} would be a text of {length} bytes")
         longest |= dict.fromkeys(made, length)
-    return {name: 8 + length // 4 for name, length in longest.items() if name in texts and name not in held}
+    return longest
+
+
+def _lengths_out(node: NodeProto, part: GraphProto, outside: Mapping[str, int], *, where: str) -> list[int]:
+    """Return the lengths of what a branch or loop body hands out; refuse what grows from one round to the next."""
+    taken = {own.name: max(1, outside.get(name, 1)) for own, name in zip(part.input, node.input, strict=False)}
+    first = 2 if node.op_type == "Loop" else 0  # the number of the round and a condition come in, a condition goes out
+    scanned = sum(attribute.i for attribute in node.attribute if attribute.name == "num_scan_inputs")
+    states = part.input[first : len(part.input) - scanned] if node.op_type in LOOPS else []
+    grown, made = dict[str, int](), dict[str, int]()
+    for _ in range(2):  # the first round may begin with nothing
+        made = _lengths(part, {**outside, **taken}, None, where=where)
+        handed = {own.name: made.get(out.name, 0) for own, out in zip(states, part.output[first // 2 :], strict=False)}
+        grown = {name: length for name, length in handed.items() if length > taken.get(name, 1)}
+        taken |= grown
+    if grown:
+        advice = "let the graph put it together outside"
+        raise FileError(f"{where}: text grows from round to round of a loop, and nobody knows how far; {advice}")
+    long = max((made[name] for inner in part.node for name in inner.output if name in made), default=0)
+    if node.op_type in LOOPS and long > SHORT_TEXT:
+        advice = f"nobody knows of how many; at most {SHORT_TEXT} are taken there"
+        raise FileError(f"{where}: a loop makes texts of {long} bytes, and {advice}")
+    return [made.get(out.name, 0) for out in part.output]
 
 
 def _inside(node: NodeProto) -> Iterator[NodeProto]:

@@ -76,12 +76,10 @@ def check_model(model: OnnxModel, shapes: dict[str, tuple[int, ...]], *, where: 
     for tensor in graph.initializer:
         check_tensor(tensor, model.apart(tensor), where=f"{where}: tensor {tensor.name[:60]!r}")
     _check_biases(model, where=where)
-    for value in graph.input:
-        _check_type(value.type, where=f"{where}: {value.name[:60]!r}")
-    for value in graph.output:
-        _check_type(entry_type(value), where=f"{where}: {value.name[:60]!r}")
-    if not graph.input or not graph.output:
-        raise FileError(f"{where}: a network has inputs and outputs")
+    for value in (*graph.input, *graph.output):
+        _check_type(entry_type(value.type), where=f"{where}: {value.name[:60]!r}")
+    if not graph.output:
+        raise FileError(f"{where}: a network has outputs")
     _check_sizes(proto, shapes, where=where)
 
 
@@ -162,7 +160,7 @@ def check_node(node: NodeProto, *, where: str, depth: int = 0) -> None:
         if attribute.HasField("sparse_tensor") or attribute.sparse_tensors or attribute.ref_attr_name:
             raise FileError(f"{where}: attribute {attribute.name[:40]!r} is of a kind that is not supported")
         for tensor in tensors_of(attribute):
-            check_tensor(tensor, None, where=f"{where}: attribute {attribute.name[:40]!r}")
+            check_tensor(tensor, None, where=f"{where}: attribute {attribute.name[:40]!r}", marks=True)
         values = [attribute.i, *attribute.ints] if attribute.type == AttributeProto.INT else list(attribute.ints)
         least = 1 if attribute.name in _POSITIVE else 0 if attribute.name in _NOT_NEGATIVE else None
         if least is not None and not all(least <= v <= _LARGEST for v in values):
@@ -176,13 +174,14 @@ def tensors_of(attribute: AttributeProto) -> Iterator[TensorProto]:
     yield from attribute.tensors
 
 
-def check_tensor(tensor: TensorProto, apart: Array | None, *, where: str) -> None:
+def check_tensor(tensor: TensorProto, apart: Array | None, *, where: str, marks: bool = False) -> None:
     """Refuse unknown types, data of another length than the shape says, and what is not a number.
 
     Args:
         tensor: The tensor.
         apart: Its numbers, if somebody has checked where they lie and taken them from there.
         where: The file and the place in it.
+        marks: Whether NaN may be among others, as the mark of what is missing; one that stands alone always is.
     """
     if apart is None and (tensor.data_location == TensorProto.EXTERNAL or tensor.external_data):
         raise FileError(f"{where}: its data lie in another file, which the header does not name")
@@ -193,9 +192,9 @@ def check_tensor(tensor: TensorProto, apart: Array | None, *, where: str) -> Non
     found = len(tensor.raw_data) if apart is None else apart.nbytes
     if tensor.HasField("segment") or found != wanted:
         raise FileError(f"{where}: shape {list(tensor.dims)[:8]} needs {wanted} bytes in raw_data, there are {found}")
-    kind = _FLOATS.get(tensor.data_type)
+    kind = _FLOATS.get(tensor.data_type) if math.prod(tensor.dims) > 1 and not marks else None
     if kind is not None and has_nan(np.frombuffer(tensor.raw_data, kind) if apart is None else apart):
-        raise FileError(f"{where}: has NaN entries")
+        raise FileError(f"{where}: has NaN entries; save the model with finite numbers")
 
 
 def _check_text(tensor: TensorProto, *, where: str) -> None:
@@ -223,11 +222,9 @@ def entries(dims: Iterable[int], *, where: str) -> int:
 
 
 def _check_type(kind: TypeProto, *, where: str) -> None:
-    if (form := kind.WhichOneof("value") or "tensor_type") != "tensor_type":
-        form, advice = form.removesuffix("_type"), "let the graph make it of tensors, with SplitToSequence or the like"
-        raise FileError(f"{where}: {form}s cannot be handed over, only tensors of numbers or of text; {advice}")
     if kind.tensor_type.elem_type not in {*_LENGTHS, TensorProto.STRING}:
-        raise FileError(f"{where}: must be a tensor of numbers or of text")
+        made = "must be a tensor of numbers or of text, or a sequence, map or optional of them"
+        raise FileError(f"{where}: {made}; let the graph make it of those")
     entries([d.dim_value for d in kind.tensor_type.shape.dim], where=where)
 
 
@@ -241,7 +238,7 @@ def _check_sizes(model: onnx.ModelProto, shapes: dict[str, tuple[int, ...]], *, 
 
     # The shapes of other domains' operators, and of what comes out of branches and loops, nobody infers.
     strict = not any(node.domain or next(subgraphs(node), None) is not None for node in model.graph.node)
-    ends = [entry_type(value).tensor_type for value in [*probe.graph.input, *probe.graph.output]]
+    ends = [entry_type(value.type).tensor_type for value in [*probe.graph.input, *probe.graph.output]]
     shapeless = [kind for kind in ends if not kind.HasField("shape")]
     for kind in shapeless:  # the checker wants shapes that some files lack, and looks no further
         kind.shape.SetInParent()

@@ -17,8 +17,9 @@ from onnx import NodeProto, TensorProto, helper
 
 from anybit.artifact.made_up import made_up_inputs
 from anybit.artifact.model import OnnxModel, all_graphs
-from anybit.artifact.runtime import as_type, compile_model, run_in_time, time_limit
+from anybit.artifact.runtime import compile_model, run_in_time, time_limit
 from anybit.artifact.texts import words_of
+from anybit.artifact.values import feed_of, kinds_of
 from anybit.common.text import printable
 from anybit.errors import DataError
 from anybit.graph.from_onnx import read_onnx
@@ -160,11 +161,10 @@ def counted(
     try:
         engine = compile_model(probe, exact=False, threads=None, where=where)
         ids, whole = table_rows(model), cast_values(model)
-        words = words_of(model.graph)
-        given = feed or made_up_inputs(engine, ids=ids, interval={}, whole=whole, words=words, where=where)[0]
-        values = {v.name: as_type(given[v.name], v.type) for v in engine.get_inputs()}
-        found = run_in_time(engine, None, values, time_limit())
-    except (DataError, TypeError, ValueError):
+        words, takes = words_of(model.graph), kinds_of(model.graph)
+        given = feed or made_up_inputs(engine, takes, ids=ids, interval={}, whole=whole, words=words, where=where)[0]
+        found = run_in_time(engine, None, feed_of(given, takes), time_limit())
+    except DataError:
         return {}
     shapes: dict[str, tuple[int, ...]] = dict(zip(wanted, (tuple(map(int, shape)) for shape in found), strict=True))
     shapes |= {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}

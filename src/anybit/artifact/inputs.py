@@ -27,15 +27,17 @@ from onnx import TensorProto, helper
 
 from anybit.artifact.arrays import read_array, read_arrays
 from anybit.artifact.feeding import Preprocessing
+from anybit.artifact.model import entry_type
 from anybit.artifact.pictures import PICTURES, read_picture
 from anybit.artifact.texts import as_text
+from anybit.artifact.values import OPTIONAL, TYPES, as_input, as_value, type_name
 from anybit.common.named import by_name, is_code
 from anybit.common.text import printable
 from anybit.errors import AnybitError, DataError
 from anybit.plan.points import Plan
 
 Array = npt.NDArray[Any]
-Feed = dict[str, Array]
+Feed = dict[str, Any]
 Read = tuple[str, Callable[[], Array]]
 """One example of one input: what it is called, and what reads it."""
 
@@ -47,7 +49,8 @@ class Input:
     """An input of a network: its name, the kind of numbers it takes (or text), and its shape, 0 where a size is free.
 
     `usual` is the shape that the network was captured with, where that is known. A `row` is a sequence along its first
-    dimension, which then counts no examples.
+    dimension, which then counts no examples. What is no tensor has a `form`, its type as the runtime calls it; kind and
+    shape are then those of an array that could hold it.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Input:
     shape: tuple[int, ...] | None
     usual: tuple[int, ...] = ()
     row: bool = False
+    form: str = ""
 
     def settle(self, how: Preprocessing) -> Preprocessing:
         """Return how pictures are fed to this input; a size that neither says is that of the capture."""
@@ -63,13 +67,18 @@ class Input:
     def __str__(self) -> str:
         sizes = " x ".join(str(size) if size else "any" for size in self.shape or ()) or "one number"
         sizes = "one text" if self.is_text and self.shape == () else sizes
-        kind = "text" if self.is_text else self.kind
+        kind = self.form or ("text" if self.is_text else self.kind)
         return f"input {self.name!r} ({'any shape' if self.shape is None else sizes}, {kind})"
 
     @property
     def is_text(self) -> bool:
         """Whether it takes text."""
         return self.kind is not None and self.kind.kind == "O"
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether it may be left out."""
+        return self.form.startswith(OPTIONAL)
 
 
 def inputs_of(graph: onnx.GraphProto, plan: Plan | None = None) -> tuple[Input, ...]:
@@ -78,17 +87,19 @@ def inputs_of(graph: onnx.GraphProto, plan: Plan | None = None) -> tuple[Input, 
     captured = {a.name: a.shape for a in (plan.activations if plan else ()) if a.kind == "input"}
     found = []
     for value in graph.input:
-        tensor = value.type.tensor_type
-        known = tensor.elem_type in _KINDS and value.type.HasField("tensor_type")
+        tensor, form = entry_type(value.type).tensor_type, type_name(value.type)
+        known = tensor.elem_type in _KINDS and "map(" not in form
         kind = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type)) if known else None
         shape = tuple(max(0, dim.dim_value) for dim in tensor.shape.dim) if tensor.HasField("shape") else None
+        shape = None if "map(" in form else (0, *shape) if "seq(" in form and shape is not None else shape
         if value.name in held:
             continue
         usual = tuple(size if isinstance(size, int) else 0 for size in captured.get(value.name, ()))
         usual = tuple(a or b for a, b in zip(shape or (), usual, strict=False))
         usual = usual if len(usual) == len(shape or ()) else shape or ()
         first = next(iter(tensor.shape.dim), None)
-        found.append(Input(value.name, kind, shape, usual, first is not None and bool(_ROW.search(first.dim_param))))
+        row = first is not None and bool(_ROW.search(first.dim_param)) and "seq(" not in form
+        found.append(Input(value.name, kind, shape, usual, row, "" if form in TYPES else form))
     return tuple(found)
 
 
@@ -105,7 +116,7 @@ _KINDS = {
 def read_feeds(
     whats: Sequence[str], inputs: Sequence[Input], how: Preprocessing, *, limit: int | None = None
 ) -> Iterator[tuple[str, Feed]]:
-    """Yield examples, each with what it is called and one array for every input, ready to run.
+    """Yield examples, each with what it is called and one value for every input, ready to run.
 
     Args:
         whats: What to read, as the top of this file says; several for one input follow each other.
@@ -116,6 +127,9 @@ def read_feeds(
     Raises:
         DataError: Something is missing, cannot be read, or does not fit; at the latest when its turn comes.
     """
+    if not inputs:
+        yield "no input", {}
+        return
     if not whats:
         raise DataError("no inputs are given; name a folder of pictures, an .npy or .npz file, or file.py:function")
     named = [split_name(what, inputs) for what in whats]
@@ -127,11 +141,16 @@ def read_feeds(
             else:
                 feeds += _whole(what, inputs, how)
         for label, read in evenly(feeds, limit):
-            yield label, read()
+            yield label, in_form(read(), inputs)
         return
     if any(name is None for name, _ in named):
         raise DataError(f"some inputs are given by name and some are not; name each as {inputs[0].name}=WHAT")
     yield from _joined([(str(name), what) for name, what in named], inputs, how, limit)
+
+
+def in_form(feed: Mapping[str, Array], inputs: Sequence[Input]) -> Feed:
+    """Return arrays as what inputs take that are no tensors."""
+    return {v.name: as_value(feed.get(v.name), v.form) if v.form else feed[v.name] for v in inputs}
 
 
 def split_name(what: str, inputs: Sequence[Input]) -> tuple[str | None, str]:
@@ -183,10 +202,11 @@ def _joined(
     named: list[tuple[str, str]], inputs: Sequence[Input], how: Preprocessing, limit: int | None
 ) -> Iterator[tuple[str, Feed]]:
     """Yield examples of inputs that come from a place each."""
-    if missing := [value.name for value in inputs if value.name not in {name for name, _ in named}]:
+    given = [value for value in inputs if value.name in {name for name, _ in named}]
+    if missing := [value.name for value in inputs if value not in given and not value.is_optional]:
         raise DataError(f"input {missing[0]!r} is missing; give it as {missing[0]}=WHAT")
     parts: dict[str, list[Read]] = {}
-    for value in inputs:
+    for value in given:
         reads: list[Read] = []
         for what in (what for name, what in named if name == value.name):
             made = _function(what)
@@ -198,7 +218,7 @@ def _joined(
                 reads += [read for path in find_files(Path(what)) for read in _file(path, value, how)]
         parts[value.name] = reads
     for label, read in evenly(_zipped(parts, " and ".join(what for _, what in named)), limit):
-        yield label, read()
+        yield label, in_form(read(), inputs)
 
 
 def _given(array: Array) -> Callable[[], Array]:
@@ -258,17 +278,17 @@ def _file(path: Path, value: Input, how: Preprocessing) -> list[Read]:
 def _archive(path: Path, inputs: Sequence[Input]) -> Iterator[tuple[Input, list[Read]]]:
     """Yield each input with its examples in an .npz file; for a lone input, keys may be anything."""
     arrays = read_arrays(path)
-    names = {value.name for value in inputs}
+    names = {value.name for value in inputs if not value.is_optional or value.name in arrays}
     if len(inputs) == 1 and not names & set(arrays):
         yield (
             inputs[0],
             [r for key in arrays for r in examples(arrays[key], inputs[0], f"{path}: {printable(key, 40)}")],
         )
         return
-    if missing := sorted(names - set(arrays)):
+    if missing := sorted(names - set(arrays)) or [value.name for value in inputs if not names]:
         held = ", ".join(printable(key, 40) for key in list(arrays)[:9])
         raise DataError(f"{path}: has no array {missing[0]!r}; its keys must be the names of the inputs, got {held}")
-    for value in inputs:
+    for value in (value for value in inputs if value.name in names):
         yield value, examples(arrays[value.name], value, f"{path}: {value.name}")
 
 
@@ -303,7 +323,7 @@ def _fits(found: Sequence[int], shape: Sequence[int] | None) -> bool:
 def converted(array: Array, value: Input, where: str) -> Array:
     """Return numbers in the type that an input takes, if none of them changes by it but for rounding; text as it is."""
     if value.kind is None:
-        raise DataError(f"input {value.name!r} takes values of a type that nothing can be read as")
+        raise DataError(f"{value} is read from no file; name a function that yields it, file.py:function")
     if value.is_text:
         try:
             return as_text(array)
@@ -375,12 +395,16 @@ def _as_feed(value: Any, inputs: Sequence[Input], where: str) -> Feed:
     names = [entry.name for entry in inputs]
     given = value if isinstance(value, Mapping) else {names[0]: value} if len(names) == 1 else {}
     text = isinstance(value, str) and inputs[0].is_text
-    if not set(names) <= set(given) or (isinstance(value, str | bytes | tuple) and not text):
+    needed = {entry.name for entry in inputs if not entry.is_optional}
+    if not needed <= set(given) or (isinstance(value, str | bytes | tuple) and not text):
         got = f"a dict of {', '.join(map(str, value))}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
         wanted = f"a dict of {', '.join(names)}" + (" or an array" if len(names) == 1 else "")
         raise DataError(f"{where}: must be {wanted}, got {printable(got, 120)}")
     found = {}
     for entry in inputs:
+        if entry.form:
+            found[entry.name] = as_input(given.get(entry.name), f"{where}: {entry.name}", entry.form)
+            continue
         array = np.asarray(given[entry.name])
         if entry.shape and array.ndim == len(entry.shape) - 1:
             array = array[None]

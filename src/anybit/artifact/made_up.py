@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from anybit.artifact.runtime import TYPES, TooSlow, run_in_time
+from anybit.artifact.runtime import TooSlow, run_in_time
 from anybit.artifact.texts import TEXT, Words
+from anybit.artifact.values import TYPES, Kind, as_value
 from anybit.errors import DataError
 from anybit.graph.view import Graph, Node, origins
 
@@ -102,6 +103,7 @@ def _seen_behind(graph: Graph, layer: Node) -> Iterator[Array]:
 
 def made_up_inputs(
     engine: Any,
+    inputs: Sequence[Kind],
     *,
     ids: int,
     interval: Mapping[str, tuple[float, float]],
@@ -109,11 +111,12 @@ def made_up_inputs(
     whole: Container[str] = (),
     words: Mapping[str, Words] | None = None,
     where: str,
-) -> list[dict[str, Array]]:
+) -> list[dict[str, Any]]:
     """Return a few inputs that a compiled network takes.
 
     Args:
         engine: The network.
+        inputs: What it takes.
         ids: Whole numbers are drawn below this: the rows of its smallest table.
         interval: Where floating-point inputs lie, for those of which it is known.
         usual: Shapes to try first, 0 where a size is not known.
@@ -124,9 +127,6 @@ def made_up_inputs(
     Raises:
         DataError: None of the sizes that were tried works.
     """
-    inputs = engine.get_inputs()
-    if unknown := [value.type for value in inputs if value.type not in TYPES]:
-        raise DataError(f"{where}: inputs of {unknown[0]} cannot be made up; pass calibration inputs")
     reason = ""
     for shapes, number in itertools.product(_shapes(inputs, usual or {}, whole), NUMBERS):
         feeds = [
@@ -156,13 +156,13 @@ def shapes_in(values: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes(
-    inputs: list[Any], usual: Mapping[str, tuple[int, ...]], whole: Container[str]
+    inputs: Sequence[Kind], usual: Mapping[str, tuple[int, ...]], whole: Container[str]
 ) -> Iterator[dict[str, tuple[int, ...]]]:
     """Yield sizes for all inputs together: a size that several share is the same everywhere."""
     free = [value for value in inputs if any(not isinstance(size, int) for size in value.shape)]
     most = max((len(value.shape) for value in free), default=1)
     long = most == 2 and all(_floats(value, whole) for value in free)
-    row = most == 1 and any(value.type == TEXT for value in free)
+    row = most == 1 and any(value.tensor == TEXT for value in free)
     usual_sizes = SOUND if long else TEXTS if row else SIZES.get(most, ((16, 16),))
     for batch, sizes in itertools.product(BATCHES, usual_sizes):
         known: dict[str, int] = {}
@@ -182,7 +182,7 @@ def _shapes(
 
 
 def _feed(
-    inputs: list[Any],
+    inputs: Sequence[Kind],
     shapes: Mapping[str, tuple[int, ...]],
     number: int,
     ids: int,
@@ -190,12 +190,12 @@ def _feed(
     whole: Container[str],
     words: Mapping[str, Words],
     rng: np.random.Generator,
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     lengths = [size for shape in shapes.values() for size in shape[1:2]]
-    feed: dict[str, Array] = {}
+    feed: dict[str, Any] = {}
     for value in inputs:
-        kind, shape = TYPES[value.type], shapes[value.name]
-        if value.type == TEXT:
+        kind, shape = TYPES[value.tensor], shapes[value.name]
+        if value.tensor == TEXT:
             array = words.get(value.name, Words()).draw(shape, rng)
         elif _floats(value, whole) and not shape and (bound := _bound(value.name)) is not None:
             array = np.asarray(bound)
@@ -206,7 +206,10 @@ def _feed(
             array = np.full(shape, max(lengths, default=1) if "len" in value.name.lower() else number)
         else:
             array = rng.integers(0, 2 if kind is np.bool_ else max(ids, 2), shape)
-        feed[value.name] = np.asarray(array, kind)
+        made: Any = np.asarray(array, kind)
+        if "map(" in value.type:
+            made = dict(zip(words.get(value.name, Words()).draw(shape, rng), made, strict=True))
+        feed[value.name] = as_value(made, value.type)
     return feed
 
 
@@ -225,8 +228,8 @@ def _bound(name: str) -> float | None:
     return next((value for word, value in BOUNDS.items() if word in name.lower()), None)
 
 
-def _floats(value: Any, whole: Container[str]) -> bool:
-    return bool(np.issubdtype(TYPES[value.type], np.floating)) and value.name not in whole
+def _floats(value: Kind, whole: Container[str]) -> bool:
+    return bool(np.issubdtype(TYPES[value.tensor], np.floating)) and value.name not in whole
 
 
 def drawn(shape: tuple[int, ...], rng: np.random.Generator, name: str = "") -> Array:

@@ -160,9 +160,11 @@ def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
             yield from all_graphs(inner)
 
 
-def entry_type(value: onnx.ValueInfoProto) -> onnx.TypeProto:
-    """Return the type of a value, or of the entries of one that is a sequence."""
-    return value.type.sequence_type.elem_type if value.type.HasField("sequence_type") else value.type
+def entry_type(kind: onnx.TypeProto) -> onnx.TypeProto:
+    """Return the type of the tensors that a value of some type is made of: of a sequence, say, that of its entries."""
+    inner = {"sequence_type": "elem_type", "optional_type": "elem_type", "map_type": "value_type"}
+    form = kind.WhichOneof("value")
+    return entry_type(getattr(getattr(kind, form), inner[form])) if form in inner else kind
 
 
 def names_in(graph: onnx.GraphProto) -> set[str]:

@@ -47,7 +47,6 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     if found := sorted(kinds & QUANTIZED):
         raise FileError(f"{where}: is quantized already (it has {found[0]}); adopt the file in floating point")
     _as_tensors(proto.graph)
-    _as_arrays(proto.graph)
     used = {""}
     for part in all_graphs(proto.graph):
         del part.value_info[:]
@@ -64,6 +63,10 @@ def normalize(model: OnnxModel, *, where: str) -> None:
                 factors = [attribute for attribute in node.attribute if attribute.name == "beta"]
                 for factor in factors:
                     node.attribute.remove(factor)
+    for node in (node for part in all_graphs(proto.graph) for node in part.node if node.op_type == "Loop"):
+        if not "".join(node.input[1:2]):  # the runtime makes the condition itself
+            for condition in (value for body in subgraphs(node) for value in body.input[1:2]):
+                condition.type.tensor_type.shape.SetInParent()
     entries = {"": OPSET} | {("" if o.domain == "ai.onnx" else o.domain): o.version for o in proto.opset_import}
     del proto.opset_import[:]
     proto.opset_import.extend(onnx.helper.make_opsetid(d, v) for d, v in entries.items() if d in used)
@@ -73,19 +76,6 @@ def normalize(model: OnnxModel, *, where: str) -> None:
     _in_float32(model)
     _rename(proto.graph)
     _hoist(proto.graph)
-
-
-def _as_arrays(graph: onnx.GraphProto) -> None:
-    """Let what comes in as a sequence of tensors come as one array, whose first dimension runs over them."""
-    for value in [value for value in graph.input if value.type.sequence_type.elem_type.HasField("tensor_type")]:
-        parts, inner = copy.deepcopy(value.type.sequence_type.elem_type.tensor_type), f"{value.name}.parts"
-        for node in (node for part in all_graphs(graph) for node in part.node):
-            node.input[:] = [inner if name == value.name else name for name in node.input]
-        value.type.tensor_type.elem_type = parts.elem_type
-        if parts.HasField("shape"):
-            value.type.tensor_type.shape.dim.add().dim_param = f"{value.name}_number"
-            value.type.tensor_type.shape.dim.extend(parts.shape.dim)
-        graph.node.append(onnx.helper.make_node("SplitToSequence", [value.name], [inner], axis=0, keepdims=0))
 
 
 def as_bytes(graph: onnx.GraphProto) -> None:
@@ -100,12 +90,12 @@ def as_bytes(graph: onnx.GraphProto) -> None:
 def free_sizes(graph: onnx.GraphProto) -> None:
     """Give free sizes names; outputs lose their shapes, which are often stale and follow from the rest."""
     for value in graph.input:
-        for d, dim in enumerate(value.type.tensor_type.shape.dim):
+        for d, dim in enumerate(entry_type(value.type).tensor_type.shape.dim):
             if dim.dim_value < 1 and not dim.dim_param:
                 dim.dim_param = f"{value.name}_{d}"
     for value in graph.output:
-        if entry_type(value).HasField("tensor_type"):
-            entry_type(value).tensor_type.ClearField("shape")
+        if entry_type(value.type).HasField("tensor_type"):
+            entry_type(value.type).tensor_type.ClearField("shape")
 
 
 def _as_tensors(graph: onnx.GraphProto) -> None:
@@ -145,9 +135,10 @@ def _in_float32(model: OnnxModel) -> None:
     kinds = {TensorProto.FLOAT16, *([TensorProto.DOUBLE] if _doubles(parts) else [])}
     full = TensorProto.FLOAT
     for part in parts:
-        for value in [*part.input, *part.output]:
-            if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type in kinds:
-                value.type.tensor_type.elem_type = full
+        stated = [attribute.tp for node in part.node for attribute in node.attribute if attribute.HasField("tp")]
+        for kind in [entry_type(kind) for kind in (*(value.type for value in (*part.input, *part.output)), *stated)]:
+            if kind.HasField("tensor_type") and kind.tensor_type.elem_type in kinds:
+                kind.tensor_type.elem_type = full
         for tensor in part.initializer:
             if tensor.data_type in kinds:
                 array, own = model.array(tensor).astype(np.float32), part is model.graph

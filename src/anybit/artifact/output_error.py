@@ -11,6 +11,7 @@ import numpy as np
 from anybit.artifact.latency import Clock, choose_in_time
 from anybit.artifact.master import Master, open_master
 from anybit.artifact.reconstruct import Array, Network, feeds_of, runner
+from anybit.artifact.values import parts_of
 from anybit.common.bars import progress_bars
 from anybit.plan.allocation import Allocation, Unit, check_choices, choose
 from anybit.plan.numbers import Kept
@@ -108,5 +109,5 @@ def _whole(value: Any) -> Array:
     >>> _whole([np.ones((1, 2)), np.ones(1)]).tolist()
     [1.0, 1.0, 1.0]
     """
-    parts = [np.ravel(part) for part in value] if isinstance(value, list) else []
-    return np.concatenate(parts) if parts else np.asarray(value)
+    parts = [*parts_of("", value).values()]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0), *map(np.ravel, parts)])

@@ -211,12 +211,13 @@ def _fold_constants(model: OnnxModel) -> None:
     held = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type != TensorProto.STRING}
     outputs = {value.name for value in model.graph.output}
     kept, room = [], MOST_GROWTH
+    folded = FOLDED if model.graph.input else FOLDED - {"MatMul"}  # layers too are of constants alone then
     made: dict[tuple[str, tuple[int, ...], bytes], str] = {}
     same: dict[str, str] = {}  # branches often make the same of a weight that they share
     for node in model.graph.node:
         node.input[:] = [same.get(name, name) for name in node.input]
         names = [name for name in node.input if name]
-        known = node.op_type in FOLDED and names and all(name in held for name in names)
+        known = node.op_type in folded and names and all(name in held for name in names)
         arrays = {name: model.array(held[name]) for name in names} if known else {}
         known = known and len(node.output) == 1 and node.output[0] not in outputs
         entries = entries_of(node, arrays) if known else None

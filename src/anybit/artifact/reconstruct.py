@@ -22,6 +22,7 @@ from anybit.artifact.model import names_in
 from anybit.artifact.quantized_graph import quantized_graph
 from anybit.artifact.runtime import compile_model
 from anybit.artifact.segments import Known, behind, cut
+from anybit.artifact.values import feed_of, kinds_of
 from anybit.common.bars import progress_bars
 from anybit.common.progress import Advance
 from anybit.errors import DataError, SpecError
@@ -116,16 +117,15 @@ def reconstructed(master: Master, inputs: Iterable[Any], widths: Sequence[Bits])
 def feeds_of(master: Master, inputs: Iterable[Any], most: int = BATCH) -> Iterator[dict[str, Array]]:
     """Yield inputs by name, a few at a time where the network leaves their number free."""
     kinds = {value.name: value.type.tensor_type for value in master.graph.graph.input}
-    free = all(len(k.shape.dim) > 0 and not k.shape.dim[0].HasField("dim_value") for k in kinds.values())
+    first = [next(iter(kind.shape.dim), None) for kind in kinds.values()]
+    free = bool(first) and all(size is not None and not size.HasField("dim_value") for size in first)
     seen = False
     for batch in inputs:
         given = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 and len(kinds) == 1 else batch
         named = given if isinstance(given, Mapping) else dict(zip(kinds, _listed(given), strict=False))
-        if named.keys() != kinds.keys():
+        if not named.keys() <= kinds.keys():
             raise DataError(f"{master.path}: the network takes {', '.join(kinds)}; got {', '.join(map(str, named))}")
-        arrays = {
-            name: np.asarray(x, helper.tensor_dtype_to_np_dtype(kinds[name].elem_type)) for name, x in named.items()
-        }
+        arrays = feed_of(named, kinds_of(master.graph.graph))
         seen = True
         count = len(next(iter(arrays.values()))) if free else 1
         for begin in range(0, count, most):

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import TensorProto, helper
 
 from anybit.artifact.model import OnnxModel
-from anybit.artifact.texts import TEXT, as_text
+from anybit.artifact.values import shape_of
 from anybit.common.text import explaining, printable
 from anybit.errors import DataError, FileError, SpecError
 
@@ -28,26 +27,6 @@ WORKING_MEMORY, MEMORY_SETTING = 4 * 2**30, "ANYBIT_MEMORY_GB"
 
 SECONDS, SETTING = 300.0, "ANYBIT_SECONDS"
 """How long one run on a calibration input may take, and the environment variable that sets another limit."""
-
-TYPES = {
-    "tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
-    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8,
-    "tensor(uint64)": np.uint64, "tensor(uint32)": np.uint32, "tensor(uint16)": np.uint16, "tensor(uint8)": np.uint8,
-    "tensor(bool)": np.bool_, TEXT: np.object_,
-}  # fmt: skip
-"""What numpy calls the types of inputs."""
-
-
-def as_type(x: Any, kind: str) -> npt.NDArray[Any]:
-    """Return an array in the type that an input of ONNX Runtime has.
-
-    >>> as_type([1], "tensor(float)").dtype, as_type(["a"], "tensor(string)").tolist()
-    (dtype('float32'), ['a'])
-
-    Raises:
-        TypeError, ValueError: It cannot be.
-    """
-    return as_text(x) if kind == TEXT else np.asarray(x, TYPES[kind])
 
 
 def onnxruntime() -> Any:
@@ -183,7 +162,7 @@ def batch_advice(reason: str, feed: Mapping[str, Any]) -> str:
     >>> batch_advice("Got invalid dimensions", {"x": np.zeros((1, 3))})
     ''
     """
-    alone = "while running" in reason and all(np.ndim(x) < 2 or len(x) == 1 for x in feed.values())
+    alone = "while running" in reason and all(len(s) < 2 or s[0] == 1 for s in map(shape_of, feed.values()))
     return "; if it takes several examples together, save them in one array with a further dimension in front" * alone
 
 

@@ -25,15 +25,16 @@ from anybit.artifact.made_up import made_up_inputs, shapes_in
 from anybit.artifact.master import Master, open_master
 from anybit.artifact.prefer import ASKED, WEIGHTS, Notes, Times, check_preference, fastest, forms, interleaved
 from anybit.artifact.quantized_graph import quantized_graph
-from anybit.artifact.runtime import TYPES, as_type, batch_advice, compile_model, memory_advice
+from anybit.artifact.runtime import batch_advice, compile_model, memory_advice
 from anybit.artifact.texts import TEXT, words_of
+from anybit.artifact.values import OPTIONAL, TYPES, Kind, as_array, as_input, kinds_of
 from anybit.common.text import printable
 from anybit.errors import DataError, SpecError
 from anybit.plan.numbers import Kept, Numbers
 from anybit.spec import Bits, LayerWidths
 
 Array = npt.NDArray[Any]
-Inputs = npt.ArrayLike | Mapping[str, npt.ArrayLike]
+Inputs = npt.ArrayLike | Mapping[str, Any]
 
 
 CODES_BYTES = 2**28
@@ -41,14 +42,6 @@ CODES_BYTES = 2**28
 
 KEEP_BYTES = 2**30
 """How much memory the widths that stay compiled may take, by the size of their weights."""
-
-
-class Wanted(NamedTuple):
-    """An input as ONNX Runtime names it: asking it anew for every run takes longer than a small network."""
-
-    name: str
-    type: str
-    shape: list[int | str | None]
 
 
 class Compiled(NamedTuple):
@@ -99,7 +92,8 @@ class Session:
         self._now = Compiled(Bits(), (0,), None, 0)  # nothing is compiled yet, and 0 is no width
         self._now = self._compiled(Bits(), None, "widths")
         self._wanted = set(self.inputs)
-        self._takes = [Wanted(value.name, value.type, value.shape) for value in self._now.engine.get_inputs()]
+        self._takes = kinds_of(master.graph.graph)
+        self._left_out = {value.name: None for value in self._takes if value.type.startswith(OPTIONAL)}
 
     @property
     def bits(self) -> Bits:
@@ -189,15 +183,16 @@ class Session:
         model, exact = quantized_graph(self.master, numbers, packed=False)
         return compile_model(model, exact=exact, threads=self._threads, where=str(self.master.path)), model.nbytes
 
-    def run(self, x: Inputs) -> Any:
+    def run(self, x: Inputs | None = None) -> Any:
         """Return what the network makes of `x`: an array, or a dict of them by name if there are several outputs.
 
         Args:
-            x: A batch, as anything that numpy can make an array of; several inputs as a dict by name.
+            x: A batch, as anything that numpy can make an array of; several inputs as a dict by name. A sequence is a
+                list of arrays, a map a dict by name of the input. What is optional may be None or left out.
         """
         return self.run_with_bits(x)[0]
 
-    def run_with_bits(self, x: Inputs) -> tuple[Any, Bits]:
+    def run_with_bits(self, x: Inputs | None = None) -> tuple[Any, Bits]:
         """Return what `run` returns, and the widths that it was computed at."""
         now = self._now  # one look: a switch from here on is for the next run
         try:
@@ -212,7 +207,7 @@ class Session:
         outputs = dict(zip(self.outputs, results, strict=True))
         return (results[0] if len(results) == 1 else outputs), now.bits
 
-    def example(self) -> dict[str, Array]:
+    def example(self) -> dict[str, Any]:
         """Return a made-up input that the network takes, of the shape that it was captured or calibrated with.
 
         Raises:
@@ -224,6 +219,7 @@ class Session:
         try:
             return made_up_inputs(
                 self._now.engine,
+                self._takes,
                 ids=table_rows(self.master.model),
                 interval={name: (r.low, r.high) for name, r in ranges.items()},
                 usual=usual,
@@ -234,20 +230,26 @@ class Session:
         except DataError as error:
             raise DataError(str(error).replace("pass calibration inputs", "name some with --input")) from error
 
-    def _feed(self, x: Inputs) -> dict[str, Array]:
-        given = x if isinstance(x, Mapping) else {self.inputs[0]: x}
+    def _feed(self, x: Inputs | None) -> dict[str, Any]:
+        given = x if isinstance(x, Mapping) else {} if x is None else {next(iter(self.inputs), "an input"): x}
+        given = {**self._left_out, **given}
         if given.keys() != self._wanted:
-            raise DataError(
-                f"{self.master.path}: the network takes {', '.join(self.inputs)}; got {', '.join(map(str, given))}"
-            )
+            wanted, found = (", ".join(map(str, names)) or "nothing" for names in (self.inputs, given))
+            raise DataError(f"{self.master.path}: the network takes {wanted}; got {found}")
         return {value.name: _as_input(given[value.name], value) for value in self._takes}
 
 
-def _as_input(x: npt.ArrayLike, wanted: Wanted) -> Array:
-    """Return an array of the type and shape that an input wants, or say what it wants."""
+def _as_input(x: Any, wanted: Kind) -> Any:
+    """Return a value of the type and shape that an input wants, or say what it wants."""
+    shape = wanted.shape[1:] if "seq(" in wanted.type else wanted.shape
+    return as_input(x, *wanted[:2], lambda entry, kind: _as_tensor(entry, Kind(wanted.name, kind, shape)))
+
+
+def _as_tensor(x: npt.ArrayLike, wanted: Kind) -> Array:
+    """Return an array of the type and shape that a tensor has."""
     try:
         kind = TYPES[wanted.type]
-        array = as_type(x, TEXT) if wanted.type == TEXT else np.asarray(x)
+        array = as_array(x, TEXT) if wanted.type == TEXT else np.asarray(x)
         whole = np.issubdtype(kind, np.integer)
         if wanted.type != TEXT and (array.dtype.kind not in "fiub" or (whole and array.dtype.kind == "f")):
             raise TypeError

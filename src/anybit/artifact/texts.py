@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx
 from onnx import NodeProto, TensorProto
 
-from anybit.artifact.model import all_graphs
+from anybit.artifact.model import all_graphs, entry_type
 from anybit.errors import DataError
 from anybit.graph.onnx_nodes import attributes
 
@@ -34,6 +34,8 @@ NO_CHARACTERS = "characters that no alphabet has"
 
 PLAIN = ("a", "the", "one", "2", "word", "Text")
 """What is drawn from where a graph knows no word."""
+NUMBERS = ("0", "1", "2", "3")
+"""The same where numbers are meant."""
 
 
 def as_text(x: npt.ArrayLike) -> Array:
@@ -103,6 +105,7 @@ class Words:
 ENDS: dict[str, tuple[str, ...]] = {
     "LabelEncoder": ("keys_", "classes_strings"), "CategoryMapper": ("cats_strings",), "Equal": (), "Cast": (),
     "OneHotEncoder": ("cats_strings",), "TfIdfVectorizer": ("pool_strings",),
+    "DictVectorizer": ("string_vocabulary", "int64_vocabulary"),
 }  # fmt: skip
 """Operators that make something else of text, and how attributes begin that tell which words they know."""
 
@@ -111,14 +114,20 @@ CUTTING = {"StringSplit": "delimiter", "Tokenizer": "separators"}
 
 
 def words_of(graph: onnx.GraphProto) -> dict[str, Words]:
-    """Return for each text input the words that the graph can tell apart there, all that it knows, or plain ones."""
+    """Return for each text input the words that the graph can tell apart there, all that it knows, or plain ones.
+
+    Those of a map are its keys.
+    """
     held = {tensor.name: tensor for part in all_graphs(graph) for tensor in part.initializer}
-    inputs = [v.name for v in graph.input if v.type.tensor_type.elem_type == TensorProto.STRING and v.name not in held]
+    kinds = {v.name: v.type.map_type.key_type or entry_type(v.type).tensor_type.elem_type for v in graph.input}
+    maps = {v.name for v in graph.input if v.type.HasField("map_type")}
+    inputs = [n for n, kind in kinds.items() if (kind == TensorProto.STRING or n in maps) and n not in held]
     if not inputs:
         return {}
     texts = {name: t for name, t in held.items() if t.data_type == TensorProto.STRING}
     every = tuple(_few(word for node in graph.node for word in _words_in(node, ("",), texts)))
-    return {name: _words_at(graph, name, texts, every or PLAIN) for name in inputs}
+    usual = {name: every or PLAIN if kinds[name] == TensorProto.STRING else NUMBERS for name in inputs}
+    return {name: _words_at(graph, name, texts, usual[name]) for name in inputs}
 
 
 def _words_at(graph: onnx.GraphProto, name: str, texts: Mapping[str, TensorProto], usual: tuple[str, ...]) -> Words:
@@ -126,8 +135,8 @@ def _words_at(graph: onnx.GraphProto, name: str, texts: Mapping[str, TensorProto
     for node in graph.node:
         if reached.isdisjoint(node.input):
             continue
-        if node.op_type == "Cast":  # to a number, most likely
-            found += ["0", "1", "2", "3"]
+        if node.op_type in ("Cast", "CastMap"):  # to a number, most likely
+            found += NUMBERS
         elif node.op_type in ENDS:
             found += _words_in(node, ENDS[node.op_type], texts)
         else:
@@ -148,6 +157,7 @@ def _words_in(node: NodeProto, starts: tuple[str, ...], texts: Mapping[str, Tens
     for attribute in node.attribute:
         if attribute.name.startswith(starts):
             tensor = attribute.t if attribute.HasField("t") else TensorProto()
+            yield from map(str, attribute.ints if attribute.name == "int64_vocabulary" else ())
             yield from (raw.decode("utf-8", "ignore") for raw in (*attribute.strings, *tensor.string_data))
     for name in node.input:
         yield from (raw.decode("utf-8", "ignore") for raw in texts.get(name, TensorProto()).string_data)

@@ -6,15 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-from onnx import helper
-
 from anybit.artifact.coverage import counted, inside, products
 from anybit.artifact.layers import complete
 from anybit.artifact.master import Master
 from anybit.artifact.model import OnnxModel
 from anybit.artifact.output_error import outputs_at
+from anybit.artifact.values import feed_of, kinds_of
 from anybit.graph.from_onnx import read_onnx
 from anybit.graph.onnx_nodes import used_by
 from anybit.plan import widen
@@ -22,7 +19,7 @@ from anybit.plan.build import Built
 from anybit.plan.numbers import Kept
 from anybit.plan.points import Plan
 
-Feed = Mapping[str, npt.NDArray[Any]]
+Feed = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -51,9 +48,8 @@ def widened(master: Master, clipped: Plan, built: Built, feeds: Sequence[Feed]) 
     model = complete(master)
     graph = read_onnx(model.proto, {tensor.name: model.array(tensor) for tensor in model.graph.initializer})
     counts = counted(model, products(graph), feeds[0], where=str(master.path)) | inside(graph)
-    kinds = {v.name: helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type) for v in master.graph.graph.input}
     shown = [feeds[i] for i in widen.chosen(len(feeds), sum(counts.values()))]
-    some = [{name: np.asarray(feed[name], kind) for name, kind in kinds.items()} for feed in shown]
+    some = [feed_of(feed, kinds_of(master.graph.graph)) for feed in shown]
     judged = [*master.outputs, *(name for name in fed_to_loops(model) if name in graph.floating)]
 
     def run(plan: Plan) -> widen.Outputs:

@@ -52,7 +52,7 @@ class LiveModel:
     def fed_with(self) -> str:
         """What the network takes, in words."""
         if self.how is None:
-            return "; ".join(map(str, self.takes))
+            return "; ".join(map(str, self.takes)) or "nothing"
         height, width = (side or "any" for side in self.how.size)
         return f"{height} x {width} pixels, {'grey' if self.how.channels == 'grey' else 'colour'}"
 
@@ -129,10 +129,9 @@ def softmax(x: Numbers) -> Numbers:
 
 def _of_pictures(session: Session) -> Preprocessing | None:
     """Return how pictures are fed, if the network takes one picture and nothing else."""
-    first, *others = session.takes
-    if others or first.kind is None:
+    if len(session.takes) != 1 or session.takes[0].kind is None:
         return None
     try:
-        return first.settle(session.feeding)
+        return session.takes[0].settle(session.feeding)
     except DataError:
         return None

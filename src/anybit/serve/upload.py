@@ -53,6 +53,8 @@ def read_upload(data: bytes, takes: Sequence[Input], how: Preprocessing | None) 
     Raises:
         DataError: It is neither, of another type, too large, or broken; or the network takes something else.
     """
+    if not takes:
+        return {}
     arrays = next((ending for start, ending in ARRAYS.items() if data.startswith(start)), None)
     try:
         if arrays is not None:
