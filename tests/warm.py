@@ -161,6 +161,8 @@ def _run(words: list[str], folder: str, environment: dict[str, str]) -> None:
             runpy.run_path(name, run_name="__main__")
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1
