@@ -31,6 +31,7 @@ import onnx
 import pytest
 import torch
 import typer.main
+import warm
 from browser import open_page
 from onnx import numpy_helper
 from torch import nn
@@ -134,7 +135,7 @@ def run_python(block: Block, scope: dict[str, object], page: Path) -> str:
 
 def run_shell(block: Block, folder: Path) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    env = warm.with_command({**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "80"})
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text], cwd=folder, env=env, capture_output=True, text=True, timeout=240
     )
@@ -162,7 +163,7 @@ def same(block: Block, shown: str, printed: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # the commands are a dozen programs that start PyTorch, one after the other
+@pytest.mark.timeout(900)  # the commands are a dozen programs, one after the other
 @pytest.mark.parametrize("page", pages_with("python", "sh"), ids=name_of)
 def test_every_block_runs(page: Path, tmp_path: Path) -> None:
     for name in ("paper", "results"):  # pages speak from the root of a clone

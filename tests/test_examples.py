@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from together import together
+from together import together, warm_torchrun
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
@@ -372,6 +372,7 @@ def test_two_processes_step_with_the_gradient_of_one_on_both_their_batches(tmp_p
         pytest.importorskip(package, reason=f"{package} is not installed; pip install 'anybit[examples]'")
     together(
         [__file__],
+        launcher=warm_torchrun(),
         cwd=tmp_path,
         PYTHONPATH=os.pathsep.join([str(EXAMPLES), str(Path(__file__).parent)]),
         HF_HUB_OFFLINE="1",

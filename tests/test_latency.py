@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,9 +32,18 @@ def inputs() -> list[torch.Tensor]:
     return [torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(1))]
 
 
-MASTER = network().as_master()
-NAMES = [p.name for p in MASTER.plan.weights]
-COUNT = len(NAMES)
+@functools.cache
+def master() -> Master:
+    return network().as_master()
+
+
+@functools.cache
+def names() -> list[str]:
+    return [p.name for p in master().plan.weights]
+
+
+COUNT = 8
+"""How many they are."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class MadeUp(Clock):
     together: float = 0.0
 
     def engine(self, weights: Mapping[str, int], *, exact: bool = False) -> Any:
-        kernels = [kernel(weights[name]) for name in NAMES]
+        kernels = [kernel(weights[name]) for name in names()]
         whole = self.exact if exact or 1 in kernels else 0.0
         wide = self.together * (sum(k > 0 for k in kernels) > 1)
         return whole + wide + sum(row[k] for row, k in zip(self.takes, kernels, strict=True))
@@ -67,9 +77,9 @@ times = st.tuples(*[st.floats(1e-4, 1e-2)] * 3).map(lambda t: tuple(sorted(t)))
 def test_the_budget_is_never_exceeded_and_the_best_choice_is_found(
     takes: tuple[tuple[float, float, float], ...], exact: float, together: float, budget: float
 ) -> None:
-    clock = MadeUp(MASTER, {}, takes=takes, exact=exact, together=together)
-    choices, errors = [4, 8, 9], {name: [9.0 / (i + 1), 2.0 / (i + 1), 0.0] for i, name in enumerate(NAMES)}
-    narrowest = clock.seconds(dict.fromkeys(NAMES, 4))
+    clock = MadeUp(master(), {}, takes=takes, exact=exact, together=together)
+    choices, errors = [4, 8, 9], {name: [9.0 / (i + 1), 2.0 / (i + 1), 0.0] for i, name in enumerate(names())}
+    narrowest = clock.seconds(dict.fromkeys(names(), 4))
     if narrowest > budget:
         with pytest.raises(SpecError, match="cannot be met"):
             choose_in_time(clock, errors, choices, budget)
@@ -79,10 +89,10 @@ def test_the_budget_is_never_exceeded_and_the_best_choice_is_found(
     assert seconds <= budget
     if not together:  # then times add up, and the best is known
         fitting = [
-            sum(errors[name][i] for name, i in zip(NAMES, pick, strict=True))
+            sum(errors[name][i] for name, i in zip(names(), pick, strict=True))
             for pick in itertools.product(range(3), repeat=COUNT)
             # The clock counts in ticks, rounded up, and as if a wide weight made all sums exact.
-            if clock.seconds({n: choices[i] for n, i in zip(NAMES, pick, strict=True)}) + exact * (max(pick) == 2)
+            if clock.seconds({n: choices[i] for n, i in zip(names(), pick, strict=True)}) + exact * (max(pick) == 2)
             <= budget - 1e-7 * (COUNT + 1)
         ]
         assert not fitting or found.cost <= min(fitting) + 1e-9
@@ -113,8 +123,8 @@ def test_what_no_width_can_meet_is_refused_in_one_sentence() -> None:
 
 
 def test_a_run_is_timed_on_one_input_where_the_batch_is_free() -> None:
-    feed = {MASTER.inputs[0]: np.zeros((8, 1, 8, 8), np.float32)}
-    clock = Clock.of(MASTER, feed, 8, 1)
+    feed = {master().inputs[0]: np.zeros((8, 1, 8, 8), np.float32)}
+    clock = Clock.of(master(), feed, 8, 1)
     assert isinstance(clock.master, Master)
-    assert clock.feed[MASTER.inputs[0]].shape == (1, 1, 8, 8)
-    assert all(seconds > 0 for seconds in clock.times(clock.engine(dict.fromkeys(NAMES, 4)))[0])
+    assert clock.feed[master().inputs[0]].shape == (1, 1, 8, 8)
+    assert all(seconds > 0 for seconds in clock.times(clock.engine(dict.fromkeys(names(), 4)))[0])

@@ -170,12 +170,10 @@ def test_it_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "adopted.onnx").exists()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_traceback_is_never_the_answer(name: str, tmp_path: Path) -> None:
-    path, feed = saved(name, tmp_path), CASES[name].feed()
-    for calibration in ([feed], None):
-        with contextlib.suppress(AnybitError):
-            adopted(path, feed, calibration)
+@pytest.mark.parametrize("name", REFUSED)
+def test_without_data_a_traceback_is_never_the_answer(name: str, tmp_path: Path) -> None:
+    with contextlib.suppress(AnybitError):
+        adopted(saved(name, tmp_path), CASES[name].feed(), None)
 
 
 def test_weights_in_branches_of_branches_are_points_and_shared_ones_are_stored_once(tmp_path: Path) -> None:

@@ -6,6 +6,11 @@ same order, the same ranges, the same codes.
 
 from __future__ import annotations
 
+import atexit
+import copy
+import functools
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +23,7 @@ import torch
 from architectures import ARCHITECTURES
 from cases import CASES, Case, cross_entropy, images
 from numpy.typing import NDArray
-from torch import nn
+from torch import fx, nn
 
 import anybit
 from anybit.artifact.adopt import adopt
@@ -28,6 +33,7 @@ from anybit.errors import DataError
 from anybit.graph.view import Graph, Node
 from anybit.plan.numbers import Numbers
 from anybit.plan.points import Plan
+from anybit.simulate.capture import capture
 from anybit.simulate.network import QuantizedNetwork
 from anybit.spec import FLOAT, Bits
 
@@ -42,14 +48,18 @@ def _norms() -> nn.Module:
 
 
 NORMS = Case("norms", _norms, images(3, 12, 12), cross_entropy)
+FOLDER = Path(tempfile.mkdtemp(prefix="anybit-readers-"))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
+CAPTURED: dict[nn.Module, fx.GraphModule] = {}
 ALL = {case.name: case for case in [*CASES, *ARCHITECTURES, NORMS]}
 
 
-def exported(case: Case, folder: Path) -> tuple[Any, Path]:
-    """Return a network of the table, and the plain ONNX file that PyTorch's exporter makes of it."""
+@functools.cache
+def exported(name: str) -> tuple[Any, Path]:
+    """Return a network of the table, and the plain ONNX file that PyTorch's exporter makes of it, both made once."""
     torch.manual_seed(0)
-    model, path = case.build().eval(), folder / "plain.onnx"
-    inputs = case.inputs(4)
+    case, path = ALL[name], FOLDER / f"{name}.onnx"
+    model, inputs = case.build().eval(), case.inputs(4)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
@@ -59,20 +69,36 @@ def exported(case: Case, folder: Path) -> tuple[Any, Path]:
     return model, path
 
 
+@pytest.fixture(autouse=True)
+def _networks_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `prepare` begin with a copy of what it captured of the same network before."""
+
+    def copied(model: nn.Module, example: Any) -> fx.GraphModule:
+        if model not in CAPTURED:
+            CAPTURED[model] = capture(model, example)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's own
+            return copy.deepcopy(CAPTURED[model])
+
+    monkeypatch.setattr("anybit.simulate.prepare.capture", copied)
+
+
 def feed(inputs: Any, names: tuple[str, ...]) -> dict[str, Any]:
     named = inputs if isinstance(inputs, dict) else dict(zip(names, inputs, strict=True))
     return {key: value.numpy() for key, value in named.items()}
 
 
-def both(case: Case, model: Any, path: Path, settings: dict[str, Any]) -> tuple[QuantizedNetwork, Master]:
+def both(case: Case, out: Path, settings: dict[str, Any]) -> tuple[QuantizedNetwork, Master]:
     """Return a prepared network, and the master adopted from its plain file with the same calibration."""
+    model, path = exported(case.name)
+    torch.manual_seed(1)  # the same inputs whichever test comes first
     batches = None if case.data_free else [case.inputs(4) for _ in range(2)]
     names = tuple(value.name for value in onnx.load(path).graph.input)
     data = batches and [(batch, None) for batch in batches]
     net = anybit.prepare(model, case.inputs(4), calibration=data, **settings)
     feeds = batches and [feed(batch, names) for batch in batches]
-    adopt(path, path.with_name("adopted.onnx"), calibration=feeds, **settings)
-    return net, open_master(path.with_name("adopted.onnx"))
+    adopt(path, out, calibration=feeds, **settings)
+    return net, open_master(out)
 
 
 def compare_points(one: Plan, other: Plan) -> None:
@@ -141,9 +167,8 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", ALL)
 def test_both_readers_come_to_the_same_plan(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anybit.artifact.adopt.made_up_inputs", nothing_made_up)
-    model, path = exported(ALL[name], tmp_path)
     for settings in SETTINGS:
-        net, master = both(ALL[name], model, path, settings)
+        net, master = both(ALL[name], tmp_path / "adopted.onnx", settings)
         compare_points(net.plan, master.plan)
         for width in (8, 4, 3):
             net.set_bits(weights=width, activations=8)
@@ -156,7 +181,7 @@ def test_both_readers_come_to_the_same_plan(name: str, tmp_path: Path, monkeypat
 def test_both_count_the_same_multiplications(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which points get more bits hangs on the size of every product, folded layers among them."""
     case = ALL[name]
-    model, path = exported(case, tmp_path)
+    model, path = exported(name)
     found: list[list[int]] = []
 
     def noted(graph: Graph, plans: list[Plan], joined: object, counts: dict[Node, int], run: object) -> Plan:
@@ -165,10 +190,11 @@ def test_both_count_the_same_multiplications(name: str, tmp_path: Path, monkeypa
 
     monkeypatch.setattr("anybit.simulate.few_runs.widened", noted)
     monkeypatch.setattr("anybit.plan.widen.widened", noted)
+    torch.manual_seed(1)
     inputs = case.inputs(4)
     names = tuple(value.name for value in onnx.load(path).graph.input)
     anybit.prepare(model, inputs, calibration=[(inputs, None)])
-    adopt(path, path.with_name("adopted.onnx"), calibration=[feed(inputs, names)])
+    adopt(path, tmp_path / "adopted.onnx", calibration=[feed(inputs, names)])
     ours, theirs = found
     assert [4 * count for count in ours] == theirs
     assert min(theirs) > 0

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import warm
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 ENDING = """
@@ -17,6 +19,11 @@ os._exit(0)
 """
 """How a script ends: at once. A thread of gloo that lets go of its last work after Python's own end aborts the process,
 in one of five runs on a busy machine, also where nobody but PyTorch is at work."""
+
+
+def warm_torchrun() -> list[str]:
+    """Return the words that start a script with torchrun, all of whose processes have PyTorch loaded."""
+    return [*warm.python(), *TORCHRUN[1:], "--no-python", *warm.python()]
 
 
 def together(
@@ -34,12 +41,12 @@ def together(
 
 def script_together(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the text of a script, which is written into a folder, in two processes."""
-    return together([_script(folder, text), *words])
+    return together([_script(folder, text), *words], launcher=warm_torchrun())
 
 
 def script_alone(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the same in one process that nothing else was started with."""
-    return together([_script(folder, text), *words], launcher=[sys.executable])
+    return together([_script(folder, text), *words], launcher=warm.python())
 
 
 def _script(folder: Path, text: str) -> str:
