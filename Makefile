@@ -13,9 +13,10 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 demo: $(LIGHT)
 	@$(BIN)/anybit demo
 
-# A process per core, each on one thread: most tests are too small to share.
+# A process per core, each on one thread: most tests are too small to share. They start hundreds of programs, which load
+# compiled modules if the first one may keep them.
 test: check
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -11,7 +11,8 @@ A graph may hide a size: `Pow -> Cast -> ConstantOfShape` makes gigabytes out of
    working memory with a limit (`runtime.limit_memory`), and a run that asks for more fails with an error.
 
 What texts say lies outside of that pool. So a value of text counts in the first two rules with the room of its longest
-entry in place of each one, and no text may be put together that is longer than 64 kB, or than 64 bytes in a loop, which may make any number of them.
+entry in place of each one, and no text may be put together that is longer than 64 kB, or than 64 bytes in a loop,
+which may make any number of them.
 """
 
 from __future__ import annotations
