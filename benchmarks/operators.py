@@ -27,6 +27,7 @@ from onnx import numpy_helper
 
 import anybit
 from anybit.artifact.runtime import onnxruntime
+from anybit.artifact.values import parts_of
 from anybit.common.files import write_json
 from anybit.common.provenance import origin
 from anybit.errors import AnybitError
@@ -109,11 +110,17 @@ def tried(case: Case, folder: Path) -> Found:
         return Found("refused", str(error).replace(str(plain), "the file"))
     except Exception as error:
         return Found("broken", repr(error)[:300])
-    values = list(found.values()) if isinstance(found, dict) else [found]
+    outputs = found if isinstance(found, dict) and len(engine.get_outputs()) > 1 else {"": found}
+    values, wanted = (_arrays(some) for some in (list(outputs.values()), wanted))
     if len(values) != len(wanted):
         return Found("broken", f"{len(values)} outputs, not {len(wanted)}")
-    errors = [_distance(np.asarray(a), np.asarray(b)) for a, b in zip(wanted, values, strict=True)]
+    errors = [_distance(a, b) for a, b in zip(wanted, values, strict=True)]
     return Found("taken", error=max(errors, default=0.0))
+
+
+def _arrays(outputs: list[Any]) -> list[Array]:
+    """Return the arrays that outputs are made of."""
+    return [np.asarray(x) for i, value in enumerate(outputs) for x in parts_of(str(i), value).values()]
 
 
 def _distance(wanted: Array, found: Array) -> float:
