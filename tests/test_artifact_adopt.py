@@ -109,7 +109,7 @@ def test_a_shared_convolution_keeps_its_batch_norm(tmp_path: Path) -> None:
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    for data, message in ((b"", "is empty"), (b"not onnx at all", "cannot be read as an ONNX model")):
+    for data, message in ((b"", "is empty"), (b"not onnx at all", "is cut short or no ONNX file")):
         (tmp_path / "bad.onnx").write_bytes(data)
         with pytest.raises(FileError, match=message):
             adopt(tmp_path / "bad.onnx", tmp_path / "m.onnx")

@@ -36,10 +36,11 @@ def read_model_file(path: Path) -> OnnxModel:
     size = protobuf_scan.size_of(path, what="an ONNX model")
     _check_kind(path)
     model = OnnxModel(onnx.ModelProto())
-    with explaining(FileError, f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators"):
+    with explaining(FileError, f"{path}: is cut short or no ONNX file"):
         with path.open("rb") as file:
             protobuf_scan.check_cost(file, size)
         model.proto.ParseFromString(path.read_bytes())
+    with explaining(FileError, f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators"):
         check_length(model.graph, where=str(path))
         _load_external(model, path)
         normalize(model, where=str(path))
