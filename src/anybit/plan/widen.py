@@ -33,8 +33,8 @@ LITTLE = 0.01
 """Points that cost less than this part of the error are not worth more bits."""
 SEEN, MOST_INPUTS = 16, 4
 """From how many inputs those that are run are taken, and how many these are, at most."""
-WORK = 5e10
-"""How many multiplications all runs may take together, if one input each is less: a minute or so."""
+WORK = 4e11
+"""How many multiplications all runs may take together, if one input each is less: a minute or so of one core."""
 MOST_WORK = 2e12
 """How many one input each may take: where that is only a few runs, nothing is looked for."""
 MOST_NODES = 60_000
