@@ -121,7 +121,7 @@ def _any_width() -> tuple[TableRow, ...]:
     return (
         known["none"],
         TableRow("any-width", "Any width + kurtosis", {"penalty.any_width": True, "penalty.kurtosis": 0.1}),
-        replace(AVERAGED, label="The same, averaged weights"),
+        replace(AVERAGED, label="Any width, averaged"),
         TableRow("any-width-alone", "Any width", {"penalty.any_width": True}),
         TableRow("none-six", "Nothing, six epochs", {"epochs": 6}),
         TableRow("any-width-six", "Any width, six epochs", {**AVERAGED.changes, "epochs": 6}),
