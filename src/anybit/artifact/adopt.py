@@ -226,14 +226,14 @@ def _calibrated(
             some += [feed_of(feed, kinds_of(model.graph)) for feed in islice(feeds or (), 1)]
         return watch.both()
     engine = compile_model(watched, exact=False, threads=None, where=where)
+    takes = kinds_of(model.graph)
     if feeds is None:
-        whole, words = cast_values(model), words_of(model.graph)
-        takes, lie = kinds_of(model.graph), interval or {}
+        whole, words, lie = cast_values(model), words_of(model.graph), interval or {}
         feeds = made_up_inputs(engine, takes, ids=ids, interval=lie, whole=whole, words=words, where=where)
     seen = False
     for feed in remembered(feeds, some):
         try:
-            values = feed_of(feed, kinds_of(model.graph))
+            values = feed_of(feed, takes)
             found = run_in_time(engine, list(places), values, time_limit())
         except DataError as error:
             advice = batch_advice(str(error), feed)
