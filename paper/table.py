@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,7 +127,7 @@ class Maker:
     def make(self, job: Job) -> bool:
         """Do what is missing of a row, unless another process is at it; return whether it is done by now."""
         recipe = self.recipe(job)
-        if recipe is None:
+        if recipe is None or (self.proves(job) and not self.make(self.reference(job.network))):
             return False
         folder = self.table.folder(job)
         with claimed(folder) as mine:
@@ -134,13 +135,51 @@ class Maker:
                 return False
             entry = self.entry(job, recipe)
             missing = {name: s for name, s in self.table.settings.items() if not covers(entry, name, s)}
-            if missing:
-                if not self.trained(folder / "model.safetensors", recipe):
-                    self.say(f"{job.network}, seed {job.seed}: training {job.row.name}")
-                    self.train(recipe, job.network, folder)
+            if not missing:
+                return True
+            if not self.trained(folder / "model.safetensors", recipe):
+                self.say(f"{job.network}, seed {job.seed}: training {job.row.name}")
+                self.train(recipe, job.network, folder)
+            held = not self.proves(job) or self.holds(job)
+            if held:
                 write_json(folder / "entry.json", self.measured(job, recipe, entry, missing))
                 write_entries(self.table)
-        return True
+        return held or self.make(job)
+
+    def reference(self, network: str) -> Job:
+        """Return the row that strengths are held against."""
+        return Job(network, 0, self.table.row("none"))
+
+    def proves(self, job: Job) -> bool:
+        """Tell whether this row shows if the strength that short trials chose holds in the whole training."""
+        return self.table.proven and job.seed == 0 and job.row.knob is not None and job.row.knob.aim == "strongest"
+
+    def holds(self, job: Job) -> bool:
+        """Tell whether a trained row lost no more than it may, on validation images; else take a weaker strength.
+
+        Short trials find the order of a strength. What it costs grows with the number of steps, so that one that
+        cost nothing there may cost a point in the end. Each that did is put aside, and the next is a quarter of a
+        decade weaker.
+        """
+        folder = self.table.folder(job)
+        before, now = (
+            float(read_json(f / "run.json", what="the summary of a run")["results"]["validation_accuracy"])
+            for f in (self.table.folder(self.reference(job.network)), folder)
+        )
+        path = self.searched(job.network, job.row)
+        found: dict[str, Any] = read_json(path, what="what a search found")
+        value = found["chosen"]
+        known = [pair for pair in found.get("whole trainings", []) if pair[0] != value]
+        found["whole trainings"] = [*known, [value, now]]
+        held = now >= before - job.row.tolerance
+        if not held:
+            found["chosen"] = float(f"{value / 10**0.25:.2g}")
+            self.say(f"  {value:g}: {100 * now:.2f} % of {100 * before:.2f} % after the whole training, too strong")
+            aside = folder.with_name(f"{folder.name}-{value:g}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        write_json(path, found)
+        return held
 
     def entry(self, job: Job, recipe: Recipe) -> dict[str, Any] | None:
         """Return what was measured of a row, if its checkpoint is still that of this recipe."""
@@ -169,9 +208,10 @@ class Maker:
             return mine
 
     def recipe(self, job: Job) -> Recipe | None:
-        """Return the recipe of a row with the values searched for it; nothing while a base network is being trained.
+        """Return the recipe of a row with the values searched for it; nothing while what it needs is being trained.
 
-        Searches are done with seed 0, once for all seeds. Whoever searches for the same at the same time shares the
+        Searches are done with seed 0, once for all seeds, and a strength that has to hold in a whole training is known
+        when the row of seed 0 is. Whoever searches for the same at the same time shares the
         trials, and nothing is tried again.
         """
         searched = job.row.takes if job.row.knob is None else (*job.row.takes, job.row.name)
@@ -180,6 +220,9 @@ class Maker:
             return None
         values: dict[str, float] = {}
         for name in searched:
+            shown = Job(job.network, 0, self.table.row(name))
+            if shown != job and self.proves(shown) and not self.make(shown):
+                return None
             found = self.search(job.network, self.table.row(name))
             values.update(dict.fromkeys(found["keys"], float(found["chosen"])))
         return self.changed(job).changed(values)
@@ -195,7 +238,7 @@ class Maker:
         assert row.knob is not None
         name = f"{self.table.scale} {network} {row.trials_of or row.name}"
         recipe = self.changed(Job(network, 0, row)).changed({"name": name})
-        path = self.table.runs / f"{self.table.name}-{self.table.scale}" / f"search-{network}-{row.name}.json"
+        path = self.searched(network, row)
         if path.is_file():
             known: dict[str, Any] = read_json(path, what="what a search found")
             if same_recipe(known["recipe"], recipe):
@@ -215,6 +258,10 @@ class Maker:
         record = {**found.to_dict(), "seed": 0, "recipe": recipe.to_dict(), "origin": origin()}
         write_json(path, record)
         return record
+
+    def searched(self, network: str, row: TableRow) -> Path:
+        """Return the file of what a search found."""
+        return self.table.runs / f"{self.table.name}-{self.table.scale}" / f"search-{network}-{row.name}.json"
 
     def train(self, recipe: Recipe, network: str, folder: Path) -> None:
         """Train into a folder, from where the same training was stopped before, if it was."""

@@ -19,8 +19,8 @@ RECIPES = Path(__file__).parent / "recipes"
 
 SEARCHED: dict[str, dict[str, Any]] = {
     "laptop": {},
-    "converged": {"epochs": 2, "share": 0.5, "finer": 2},
-    "paper": {"finer": 2},
+    "converged": {"epochs": 2, "share": 0.5, "finer": 1},
+    "paper": {"finer": 1},
     "any-width": {},
 }
 """The sizes a table can have, and how each searches for strengths and learning rates."""
@@ -87,6 +87,8 @@ class Table:
     """Whether all seeds start from the checkpoint that the recipe names; they differ in batches and draws."""
     tested: int = 10_000
     """How many test images are measured, the first ones."""
+    proven: bool = False
+    """Whether a strength that short trials chose has to hold in the whole training too; else a weaker one is taken."""
 
     def row(self, name: str) -> TableRow:
         """Return the row of that name."""
@@ -126,11 +128,14 @@ def find_table(name: str, scale: str, **places: Any) -> Table:
         if scale != "paper":
             raise SpecError("table2 is ImageNet at full size; say --scale paper")
         networks = ("imagenet-resnet18",)
-        return replace(table, name=name, networks=networks, rows=IMAGENET_ROWS, settings=IMAGENET_SETTINGS)
+        parts: dict[str, Any] = {"rows": IMAGENET_ROWS, "settings": IMAGENET_SETTINGS, "proven": True}
+        return replace(table, name=name, networks=networks, **parts)
     if scale == "any-width":
-        parts: dict[str, Any] = {"rows": ANY_WIDTH_ROWS, "settings": ANY_WIDTH_SETTINGS, "tested": 5_000}
+        parts = {"rows": ANY_WIDTH_ROWS, "settings": ANY_WIDTH_SETTINGS, "tested": 5_000}
         return replace(table, networks=("vgg-like", "resnet18", "mobilenet-v2"), one_start=True, **parts)
-    return replace(table, rows=CONVERGED_ROWS, settings=WITH_DEFAULT) if scale == "converged" else table
+    if scale == "converged":
+        return replace(table, rows=CONVERGED_ROWS, settings=WITH_DEFAULT, proven=True)
+    return replace(table, proven=scale == "paper")
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:

@@ -171,6 +171,36 @@ def test_searches_are_done_once_per_network_with_seed_0(table: Table) -> None:
 
 
 @pytest.mark.usefixtures("measured_at_once")
+def test_a_strength_that_costs_too_much_in_the_whole_training_is_weakened(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_then_score(recipe: Recipe, data: Dataset, folder: Path, **more: Any) -> None:
+        real(recipe, data, folder, **more)
+        values = json.loads((folder / "run.json").read_text())
+        values["results"]["validation_accuracy"] = 0.9 - 10 * recipe.penalty.kurtosis
+        (folder / "run.json").write_text(json.dumps(values))
+
+    real = module.train
+    monkeypatch.setattr(module, "train", train_then_score)
+    proven = dataclasses.replace(table, proven=True)
+    said = run(proven, rows=[BOTH], seed=1)  # takes what the row of seed 0 shows, which wants the one without penalty
+    assert trained(said) == ["none", "kurtosis", "kurtosis", "kurtosis", "kurtosis", "both"]
+    assert "  0.002: 88.00 % of 90.00 % after the whole training, too strong" in said
+    (less,) = (entry["recipe"] for entry in read_entries(table.file) if entry["row"] == "kurtosis")
+    (both,) = (entry["recipe"] for entry in read_entries(table.file) if entry["row"] == "both")
+    assert less["penalty"]["kurtosis"] == both["penalty"]["kurtosis"] == 0.00035
+    found = json.loads((table.runs / "table1-laptop" / "search-one-kurtosis.json").read_text())
+    values = [value for value, _ in found["whole trainings"]]
+    assert values == [0.002, 0.0011, 0.00062, 0.00035]
+    aside = sorted(path.name for path in (table.runs / "table1-laptop/one-0").glob("kurtosis-*/model.safetensors"))
+    assert len(aside) == 3
+    said = run(proven, rows=[BOTH, LESS], seed=1)
+    assert trained(said) == ["kurtosis"]  # of that seed, and nothing is held against it
+    assert trained(run(proven, rows=[BOTH, LESS])) == ["both"]
+    assert run(proven, rows=[BOTH, LESS]) == []
+
+
+@pytest.mark.usefixtures("measured_at_once")
 def test_what_was_found_for_another_recipe_is_not_used(table: Table) -> None:
     run(table, rows=[LESS])
     assert len(asked) == 1
