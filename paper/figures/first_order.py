@@ -1,8 +1,8 @@
 """Figure 3: what bounded noise on all weights does to the loss, against what the gradient predicts.
 
-Every weight is moved by uniform noise of at most half a bin of its own grid. The first-order prediction is
-`⟨Δ, ∇L⟩`. One point is one test batch with a draw of its own; both sides see the network with batch norm folded,
-whose weights are the ones that would be quantized.
+Every weight is moved by uniform noise of at most half a bin of its own grid, with a draw of its own for each test
+batch. The first-order prediction is `⟨Δ, ∇L⟩`. A point is one test image, or the mean over one batch; both sides see
+the network with batch norm folded, whose weights are the ones that would be quantized.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paper.figures.drawing import COLORS, MARKERS, legend_below, panels, title
+from paper.figures.drawing import COLORS, MARKERS, PANEL, SINGLE, legend_below, title
 from paper.figures.request import Request
 from paper.runs import bin_width, folded_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SIZE = (9.6, 4.6)
+SIZE = (9.6, 9.2)
+OVER = ("images", "batches")
 
 
 @dataclass(frozen=True)
 class Induced:
-    """Predicted and measured changes of the loss, in nats, batch by batch, and how well they go together."""
+    """Predicted and measured changes of the loss, in nats, one after the other, and how well they go together."""
 
     label: str
     bits: int
+    over: str
+    """What one point is of: "images", or "batches" of them."""
     predicted: tuple[float, ...]
     measured: tuple[float, ...]
     correlation: float
@@ -75,19 +78,25 @@ def shifted(weights: Sequence[Tensor], shifts: Sequence[Tensor]) -> Iterator[Non
                 weight.copy_(value)
 
 
-def induced_loss(
+def induced_losses(
     network: nn.Module, weights: Sequence[Tensor], shifts: Sequence[Tensor], x: Tensor, y: Tensor
-) -> tuple[float, float]:
-    """Return the predicted and the measured change of the loss of one batch when the weights are shifted."""
-    loss = _loss(network, x, y)
-    grads = torch.autograd.grad(loss, list(weights))
-    predicted = sum(float((g.double() * s.double()).sum()) for g, s in zip(grads, shifts, strict=True))
+) -> tuple[Tensor, Tensor]:
+    """Return the predicted and the measured change of the loss of each example when the weights are shifted.
+
+    The gradient of a sum with coefficients `c` is linear in them, and the derivative of its product with the shift by
+    `c` is the prediction for each example: two passes for all of them.
+    """
+    losses = _losses(network, x, y)
+    coefficients = torch.ones_like(losses, requires_grad=True)
+    grads = torch.autograd.grad(losses, list(weights), coefficients, create_graph=True)
+    along = torch.stack([(g.double() * s.double()).sum() for g, s in zip(grads, shifts, strict=True)]).sum()
+    (predicted,) = torch.autograd.grad(along, coefficients)
     with shifted(weights, shifts), torch.no_grad():
-        return predicted, float(_loss(network, x, y) - loss.detach())
+        return predicted, _losses(network, x, y) - losses.detach()
 
 
-def _loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(network(x).double(), y)
+def _losses(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(network(x).double(), y, reduction="none")
 
 
 def measure(request: Request) -> list[Induced]:
@@ -99,27 +108,36 @@ def measure(request: Request) -> list[Induced]:
         pairs = []
         for x, y in batches:
             noise = uniform_noise([weight.detach() for weight in weights], request.bits.weights, generator)
-            pairs.append(induced_loss(net, weights, noise, x, y))
-        predicted, measured = (tuple(side) for side in zip(*pairs, strict=True))
-        agreement = correlation(predicted, measured)
-        series.append(Induced(run.label, request.bits.weights, predicted, measured, agreement))
+            pairs.append(induced_losses(net, weights, noise, x, y))
+        for over in OVER:
+            sides = [[side if over == "images" else side.mean()[None] for side in pair] for pair in pairs]
+            predicted, measured = (tuple(torch.cat(side).tolist()) for side in zip(*sides, strict=True))
+            agreement = correlation(predicted, measured)
+            series.append(Induced(run.label, request.bits.weights, over, predicted, measured, agreement))
     return series
 
 
 def draw(figure: Figure, series: list[Induced]) -> None:
-    """Draw one panel per run, with the line on which prediction and measurement agree."""
-    for index, (axes, induced) in enumerate(zip(panels(figure, len(series)), series, strict=True)):
+    """Draw a row of panels for images and one for batches, a panel per run, each with the line of agreement."""
+    columns = len(series) // len(OVER)
+    figure.set_figwidth(max(SINGLE, PANEL * columns))
+    grid = figure.subplots(len(OVER), columns, squeeze=False)
+    for index, induced in enumerate(series):
+        run, axes = index // len(OVER), grid[OVER.index(induced.over)][index // len(OVER)]
         axes.axline((0, 0), slope=1, color="black", linestyle="--", linewidth=1, label="prediction = measurement")
         axes.scatter(
             induced.predicted,
             induced.measured,
-            s=22,
-            marker=MARKERS[index % len(MARKERS)],
-            color=COLORS[index % len(COLORS)],
-            alpha=0.8,
+            s=22 if induced.over == "batches" else 6,
+            marker=MARKERS[run % len(MARKERS)],
+            color=COLORS[run % len(COLORS)],
+            alpha=0.8 if induced.over == "batches" else 0.3,
             linewidths=0,
-            label=f"test batches, correlation {induced.correlation:.2f}",
+            rasterized=True,
+            label=f"test {induced.over}, correlation {induced.correlation:.2f}",
         )
+        if induced.over == "images":  # a few images far out would leave the others in a corner
+            axes.set(xlim=_most(induced.predicted), ylim=_most(induced.measured))
         axes.set(
             xlabel="first-order prediction ⟨Δ, ∇L⟩, in nats",
             ylabel="measured change of the loss, in nats",
@@ -127,3 +145,15 @@ def draw(figure: Figure, series: list[Induced]) -> None:
         )
         legend_below(axes, 1)
     figure.suptitle(f"Uniform noise of one {series[0].bits}-bit bin on all weights")
+
+
+def _most(values: Sequence[float]) -> tuple[float, float]:
+    """Return ends between which all but one in a hundred values lie, with some room.
+
+    >>> low, high = _most([0.0] * 500 + [1.0] * 500 + [80.0])
+    >>> round(low, 2), round(high, 2)
+    (-0.1, 1.1)
+    """
+    low, high = torch.tensor(values).quantile(torch.tensor([0.005, 0.995])).tolist()
+    room = 0.1 * (high - low) or 1e-3
+    return low - room, high + room
