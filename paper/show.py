@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,34 @@ def cell(entries: Iterable[Entry], setting: str, bits: Bits, row: TableRow) -> C
     own = sorted((e for e in entries if e["row"] == row.name), key=lambda e: int(e["seed"]))
     found = [accuracy_at(entry, setting, bits, row.trained_at) for entry in own]
     return Cell(tuple(value for value in found if value is not None))
+
+
+@dataclass(frozen=True)
+class Order:
+    """The rows that the paper and we have at one pair of widths, best first, and how many pairs stand the same way."""
+
+    bits: Bits
+    paper: tuple[str, ...]
+    ours: tuple[str, ...]
+
+    @property
+    def agreeing(self) -> tuple[int, int]:
+        """How many pairs of rows are in the same order in both, and how many pairs there are.
+
+        >>> Order(Bits(4, 4), ("l1", "l2", "none"), ("l2", "l1", "none")).agreeing
+        (2, 3)
+        """
+        pairs = list(itertools.combinations(self.paper, 2))
+        return sum(self.ours.index(a) < self.ours.index(b) for a, b in pairs), len(pairs)
+
+
+def order_at(entries: Sequence[Entry], network: str, bits: Bits, rows: Sequence[TableRow]) -> Order:
+    """Return the order of rows at a pair of widths, per tensor, in the paper and here (the mean over seeds)."""
+    numbers = paper_numbers(network)
+    cells = {row.name: cell(entries, "per-tensor", bits, row).values for row in rows}
+    both = {n: (numbers[n][bits], statistics.fmean(v)) for n, v in cells.items() if v and bits in numbers.get(n, {})}
+    paper, ours = (tuple(sorted(both, key=lambda name: -both[name][side])) for side in (0, 1))
+    return Order(bits, paper, ours)
 
 
 def cost(entries: Iterable[Entry], row: TableRow, kind: str) -> float | None:
