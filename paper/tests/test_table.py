@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
+from PIL import Image
 from typer.testing import CliRunner
 
 from anybit.data import Dataset, Split, load_dataset
@@ -703,3 +705,37 @@ def test_the_command_runs_what_is_missing_and_prints_the_table(table: Table, mon
 def test_bad_words_are_one_clear_error(words: list[str], message: str) -> None:
     result = typed(*words)
     assert message in str(result.exception)
+
+
+def test_table_2_is_made_from_a_folder_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes for ImageNet, cut short: a network of little width, one epoch, three classes."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 26), ("val", 2)):
+        for name, level in (("dark", 40), ("grey", 128), ("light", 215)):
+            folder = tmp_path / "data/imagenet" / part / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = np.clip(draw.normal(level, 20, (48, 40, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{index}.JPEG")
+    (tmp_path / "recipes/paper").mkdir(parents=True)
+    for path in (RECIPES / "paper").glob("imagenet-*.toml"):
+        text = path.read_text()
+        for old, new in (
+            ("epochs = ", "epochs = 1 # "),
+            ("multiplier = ", "multiplier = 0.0625 # "),
+            ("batch = ", "batch = 24 # "),
+        ):
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / "recipes/paper" / path.name).write_text(text.replace("warmup = 5", "warmup = 0"))
+    places = ["--recipes", "recipes", "--runs", "runs", "--results", "results"]
+    result = typed("table2", "--scale", "paper", "--row", "none", "--row", "l1-strong", *places)
+    assert result.exit_code == 0, result.exception
+    none, strong = read_entries(Path("results/table2-paper.json"))
+    assert (none["recipe"]["penalty"]["weight"], strong["recipe"]["penalty"]["weight"]) == (0.0, 0.05)
+    for entry in (none, strong):
+        rows = entry["settings"]["per-tensor"]["test"]
+        assert [(row["weights"], row["n"]) for row in rows] == [(32, 6), (8, 6), (6, 6), (4, 6)]
+    assert "L1 regularization, λ = 0.05" in result.output
+    assert "55.32" in result.output  # the paper's, beside it
