@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import typer
 from PIL import Image
 from typer.testing import CliRunner
@@ -22,11 +23,11 @@ from typer.testing import CliRunner
 from anybit.data import Dataset, Split, load_dataset
 from anybit.errors import FileError, RecipeError, SpecError
 from anybit.spec import Bits, Row
-from anybit.task.checkpoint import read_checkpoint
+from anybit.task.checkpoint import load_model, read_checkpoint
 from anybit.train.recipe import Recipe, load_recipe
 from anybit.train.search import Found, Knob
+from paper import starts, tables
 from paper import table as module
-from paper import tables
 from paper.rows import (
     CONVERGED_ROWS,
     DRAWN,
@@ -351,6 +352,24 @@ def test_what_is_published_is_kept_and_not_taken_for_done(table: Table) -> None:
     shutil.rmtree(table.folder(Job("one", 0, NONE)))
     assert trained(run(table, rows=[NONE])) == ["none"]  # the file alone does not count
     assert [entry["network"] for entry in read_entries(table.file)] == ["far away", "one"]
+
+
+@pytest.mark.usefixtures("measured_at_once")
+def test_the_loss_at_the_start_and_after_a_row_is_that_of_the_checkpoints(table: Table) -> None:
+    run(table, rows=[NONE], seed=2)
+    (found,) = starts.measured(table, images=40)
+    assert (found["network"], found["seed"], found["images"]) == ("one", 2, 40)
+    data = load_dataset("digits")
+    for name, path in (
+        ("start", table.base("one", 2)),
+        ("after the row", table.folder(Job("one", 2, NONE)) / "model.safetensors"),
+    ):
+        model = load_model(path)[0].eval()
+        with torch.no_grad():
+            want = F.cross_entropy(model(data.train.x[:40]).double(), data.train.y[:40])
+        assert found[name]["training"]["loss"] == pytest.approx(float(want), rel=1e-5)
+    assert found["start"]["training"]["loss"] > found["after the row"]["training"]["loss"]
+    assert found["start"]["validation"]["accuracy"] != found["start"]["training"]["accuracy"]
 
 
 WORKER = """
