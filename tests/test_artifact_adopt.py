@@ -127,6 +127,14 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         adopt(plain(tmp_path, MODEL), tmp_path / "m.onnx", calibration=[{"x": X[..., :3]}])
 
 
+def test_a_master_is_not_adopted_again(tmp_path: Path) -> None:
+    adopt(plain(tmp_path, with_norm()), tmp_path / "m.onnx", calibration=[{"x": X}])
+    for data in (None, [{"x": X}]):
+        with pytest.raises(FileError, match=r"m\.onnx: is a master already and runs at any width as it is"):
+            adopt(tmp_path / "m.onnx", tmp_path / "again.onnx", calibration=data)
+    assert not (tmp_path / "again.onnx").exists()
+
+
 @pytest.mark.parametrize(("start", "sign", "what"), KINDS)
 def test_other_files_are_called_by_their_name(start: int, sign: bytes, what: str, tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"\x18\0\0\0"[:start] + sign + bytes(100))

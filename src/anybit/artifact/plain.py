@@ -15,6 +15,7 @@ from onnx.inliner import inline_selected_functions
 from anybit.artifact import protobuf_scan
 from anybit.artifact.bounds import MOST_GROWTH
 from anybit.artifact.check import NEWEST, OLDEST, bytes_of, check_length, check_model, tensors_of
+from anybit.artifact.header import KEY
 from anybit.artifact.model import LARGE, OnnxModel, all_graphs, location, names_in, set_nodes, shaped
 from anybit.artifact.normalize import FOLDED, as_bytes, free_sizes, normalize
 from anybit.artifact.products import spell_out
@@ -40,6 +41,11 @@ def read_model_file(path: Path) -> OnnxModel:
         with path.open("rb") as file:
             protobuf_scan.check_cost(file, size)
         model.proto.ParseFromString(path.read_bytes())
+    if any(entry.key == KEY for entry in model.proto.metadata_props):
+        raise FileError(
+            f"{path}: is a master already and runs at any width as it is; for other settings adopt the file that it "
+            "was made of, and to fit widths to data use anybit reconstruct"
+        )
     with explaining(FileError, f"{path}: cannot be read as an ONNX model, version {OPSET} of its operators"):
         check_length(model.graph, where=str(path))
         _load_external(model, path)
