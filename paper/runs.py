@@ -23,8 +23,8 @@ from anybit.train.loop import fit, steps_of
 from anybit.train.recipe import DataRecipe, ModelRecipe, OptimizerRecipe, Recipe
 from paper import cifar10
 
-TABLE = Path("runs/table1-laptop")
-"""Where the laptop-size table keeps its runs: NETWORK-SEED/ROW."""
+TABLES = Path("runs/table1-converged"), Path("runs/table1-laptop")
+"""Where the tables keep their runs, NETWORK-SEED/ROW; the one in the paper's regime comes first."""
 
 PAIR = ("none", "l1")
 """The two rows of the table that the figures compare."""
@@ -127,20 +127,25 @@ def load_runs(paths: Sequence[Path], *, merge_seeds: bool = False) -> list[Run]:
     ]
 
 
-def default_runs(*, seeds: bool = False, table: Path | None = None) -> list[Path]:
-    """Return the table's run without penalty and the one with the l1 penalty, of one seed or of every seed."""
-    table = table or TABLE
-    ready = [f for f in sorted(table.glob("*-*")) if all((f / row / "model.safetensors").is_file() for row in PAIR)]
+def default_runs(*, seeds: bool = False, tables: Sequence[Path] = TABLES) -> list[Path]:
+    """Return a table's run without penalty and the one with the l1 penalty, of one seed or of every seed."""
+    pairs = ([f for f in sorted(table.glob("*-*")) if _has_pair(f)] for table in tables)
+    ready = next(filter(None, pairs), [])
     if not ready:
+        places = " and ".join(map(str, tables))
         raise FileError(
-            f"{table}: no network with the rows {' and '.join(PAIR)} here; make them with: make table1, or name a pair "
-            "of run folders: --runs DIR --runs DIR"
+            f"{places}: no network with the rows {' and '.join(PAIR)} here; make them with: make table1, or name "
+            "a pair of run folders: --runs DIR --runs DIR"
         )
     # The paper draws its figures from the VGG-like network.
     first = next((folder for folder in ready if folder.name.startswith("vgg")), ready[0])
     network = first.name.rpartition("-")[0]
     chosen = [folder for folder in ready if folder.name.rpartition("-")[0] == network] if seeds else [first]
     return [folder / row for folder in chosen for row in PAIR]
+
+
+def _has_pair(folder: Path) -> bool:
+    return all((folder / row / "model.safetensors").is_file() for row in PAIR)
 
 
 def small_run(*, seed: int = 0, start: Start = quiet) -> tuple[nn.Module, Dataset]:

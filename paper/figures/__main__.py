@@ -24,9 +24,7 @@ def command(
     ] = None,
     runs: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="A run folder; once for each, the one without penalty first. Default: those of the laptop-size table."
-        ),
+        typer.Option(help="A run folder; once for each, the one without penalty first. Default: those of a table."),
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder for PNG, SVG and JSON.")] = Path("runs/figures"),
     examples: Annotated[

@@ -719,15 +719,15 @@ def test_the_table_s_runs_are_the_default(tmp_path: Path) -> None:
         path.write_bytes(b"")
 
     with pytest.raises(FileError, match=r"rows none and l1 here; make them with: make table1.*--runs DIR"):
-        default_runs(table=tmp_path)
+        default_runs(tables=[tmp_path])
     make("vgg-like-0", "none")  # the other row is still being trained
     with pytest.raises(FileError, match="make table1"):
-        default_runs(table=tmp_path)
+        default_runs(tables=[tmp_path])
     for network in ("resnet18-0", "resnet18-1", "vgg-like-1", "vgg-like-2"):
         for row in ("none", "l1", "kurtosis"):
             make(network, row)
-    assert default_runs(table=tmp_path) == [tmp_path / "vgg-like-1" / row for row in ("none", "l1")]
-    assert default_runs(table=tmp_path, seeds=True) == [
+    assert default_runs(tables=[tmp_path]) == [tmp_path / "vgg-like-1" / row for row in ("none", "l1")]
+    assert default_runs(tables=[tmp_path], seeds=True) == [
         tmp_path / f"vgg-like-{seed}" / row for seed in (1, 2) for row in ("none", "l1")
     ]
 
@@ -736,7 +736,9 @@ def test_without_vgg_the_first_network_is_taken(tmp_path: Path) -> None:
     for row in ("none", "l1"):
         (tmp_path / "resnet18-0" / row).mkdir(parents=True)
         (tmp_path / "resnet18-0" / row / "model.safetensors").write_bytes(b"")
-    assert default_runs(table=tmp_path) == [tmp_path / "resnet18-0" / row for row in ("none", "l1")]
+    want = [tmp_path / "resnet18-0" / row for row in ("none", "l1")]
+    assert default_runs(tables=[tmp_path]) == want
+    assert default_runs(tables=[tmp_path / "none yet", tmp_path]) == want
 
 
 # The verb
