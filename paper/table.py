@@ -38,6 +38,7 @@ from paper.command import run_command
 from paper.rows import TableRow
 from paper.runs import quantized
 from paper.tables import (
+    CHECKPOINTS,
     RECIPES,
     SEARCHED,
     Job,
@@ -46,8 +47,10 @@ from paper.tables import (
     covers,
     find_table,
     read_entries,
+    read_searches,
     same_recipe,
     write_entries,
+    write_searches,
 )
 
 BATCH = 100
@@ -107,6 +110,7 @@ def run_table(
             waiting = True
             time.sleep(PAUSE)
     write_entries(table)
+    write_searches(table)
 
 
 def _data(name: str) -> Dataset:
@@ -203,6 +207,11 @@ class Maker:
         recipe = self.table.recipe(network, "base").changed({"seed": seed})
         with claimed(path.parent) as mine:
             if mine and not path.is_file():
+                published = CHECKPOINTS / path.parent.name
+                if self.trained(published / path.name, recipe):
+                    self.say(f"{network}, seed {seed}: the base network is that in {published}")
+                    shutil.copytree(published, path.parent, dirs_exist_ok=True)
+                    return True
                 self.say(f"{network}, seed {seed}: training the base network")
                 self.train(recipe, network, path.parent)
             return mine
@@ -243,6 +252,10 @@ class Maker:
             known: dict[str, Any] = read_json(path, what="what a search found")
             if same_recipe(known["recipe"], recipe):
                 return known
+        published = read_searches(self.table).get(network, {}).get(row.name, {})
+        if same_recipe(published.get("recipe"), recipe):
+            write_json(path, published)
+            return dict(published)
         self.say(f"{network}: searching {' = '.join(row.knob.keys)} for {row.name}")
         found = search(
             recipe,

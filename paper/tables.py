@@ -14,8 +14,10 @@ from anybit.train.recipe import Recipe, load_recipe, parse_recipe
 from paper import cifar10
 from paper.rows import ANY_WIDTH_ROWS, CONVERGED_ROWS, IMAGENET_ROWS, IMAGENET_WIDTHS, ROWS, WIDTHS, TableRow
 
-FORMAT = "anybit-table/1"
+FORMAT, SEARCH_FORMAT = "anybit-table/1", "anybit-search/1"
 RECIPES = Path(__file__).parent / "recipes"
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+"""Published starts, each in a folder of its run's name."""
 
 SEARCHED: dict[str, dict[str, Any]] = {
     "laptop": {},
@@ -102,6 +104,11 @@ class Table:
         """What was measured."""
         return self.results / f"{self.name}-{self.scale}.json"
 
+    @property
+    def searches(self) -> Path:
+        """What searches found."""
+        return self.results / f"search-{self.scale}.json"
+
     def recipe(self, network: str, part: str) -> Recipe:
         """Return a network's recipe: "base" for the shared start, "tune" for what every row changes."""
         return load_recipe(self.recipes / self.scale / f"{network}-{part}.toml")
@@ -156,6 +163,27 @@ def write_entries(table: Table) -> list[dict[str, Any]]:
     if fresh:
         write_json(table.file, {"format": FORMAT, "entries": list(entries.values())})
     return list(entries.values())
+
+
+def read_searches(table: Table) -> dict[str, dict[str, Any]]:
+    """Return what searches found that were published, by network and row."""
+    if not table.searches.is_file():
+        return {}
+    found: dict[str, dict[str, Any]] = read_json(table.searches, what="what searches found")["searches"]
+    return found
+
+
+def write_searches(table: Table) -> None:
+    """Write what searches in `runs` found into one file, beside what is there of others."""
+    found = read_searches(table)
+    paths = sorted((table.runs / f"{table.name}-{table.scale}").glob("search-*.json"))
+    networks = [p.name.removesuffix("-tune.toml") for p in (table.recipes / table.scale).glob("*-tune.toml")]
+    for path in paths:
+        network = max((n for n in networks if path.stem.startswith(f"search-{n}-")), key=len)
+        row = path.stem.removeprefix(f"search-{network}-")
+        found.setdefault(network, {})[row] = read_json(path, what="what a search found")
+    if paths:
+        write_json(table.searches, {"format": SEARCH_FORMAT, "searches": found})
 
 
 def same_recipe(known: Any, recipe: Recipe) -> bool:

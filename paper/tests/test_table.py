@@ -204,6 +204,24 @@ def test_a_strength_that_costs_too_much_in_the_whole_training_is_weakened(
 
 
 @pytest.mark.usefixtures("measured_at_once")
+def test_on_another_machine_what_was_published_is_taken(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(table, rows=[LESS])
+    assert json.loads(table.searches.read_text())["searches"]["one"]["kurtosis"]["chosen"] == 0.002
+    published = table.runs.with_name("published")
+    shutil.copytree(table.runs / "tiny-one-base-0", published / "tiny-one-base-0")
+    monkeypatch.setattr(module, "CHECKPOINTS", published)
+    shutil.rmtree(table.runs)
+    said = run(table, rows=[LESS])
+    assert said[0] == f"one, seed 0: the base network is that in {published / 'tiny-one-base-0'}"
+    assert trained(said) == ["kurtosis"]
+    assert asked == []
+    path = table.recipes / "laptop" / "one-base.toml"  # of another recipe, and is trained again
+    path.write_text(path.read_text().replace("batch = 64", "batch = 32"))
+    shutil.rmtree(table.runs)
+    assert run(table, rows=[LESS])[0] == "one, seed 0: training the base network"
+
+
+@pytest.mark.usefixtures("measured_at_once")
 def test_what_was_found_for_another_recipe_is_not_used(table: Table) -> None:
     run(table, rows=[LESS])
     assert len(asked) == 1
