@@ -131,7 +131,8 @@ class Maker:
     def make(self, job: Job) -> bool:
         """Do what is missing of a row, unless another process is at it; return whether it is done by now."""
         recipe = self.recipe(job)
-        if recipe is None or (self.proves(job) and not self.make(self.reference(job.network))):
+        plain = self.plain(job.network) if self.proves(job) else None
+        if recipe is None or (self.proves(job) and plain is None):
             return False
         folder = self.table.folder(job)
         with claimed(folder) as mine:
@@ -144,21 +145,31 @@ class Maker:
             if not self.trained(folder / "model.safetensors", recipe):
                 self.say(f"{job.network}, seed {job.seed}: training {job.row.name}")
                 self.train(recipe, job.network, folder)
-            held = not self.proves(job) or self.holds(job)
+            held = plain is None or self.holds(job, plain)
             if held:
                 write_json(folder / "entry.json", self.measured(job, recipe, entry, missing))
                 write_entries(self.table)
         return held or self.make(job)
 
-    def reference(self, network: str) -> Job:
-        """Return the row that strengths are held against."""
-        return Job(network, 0, self.table.row("none"))
+    def plain(self, network: str) -> float | None:
+        """Return what the row without a penalty has on validation images; nothing while another process is at it."""
+        job = Job(network, 0, self.table.row("none"))
+        recipe = self.recipe(job)
+        if recipe is None:
+            return None
+        of_row = (
+            e for e in read_entries(self.table.file) if (e["network"], e["seed"], e["row"]) == (network, 0, "none")
+        )
+        entry = next((e for e in of_row if same_recipe(e["recipe"], recipe)), None)
+        if entry is None and self.make(job):
+            entry = self.entry(job, recipe)
+        return None if entry is None else float(entry["validation"]["validation_accuracy"])
 
     def proves(self, job: Job) -> bool:
         """Tell whether this row shows if the strength that short trials chose holds in the whole training."""
         return self.table.proven and job.seed == 0 and job.row.knob is not None and job.row.knob.aim == "strongest"
 
-    def holds(self, job: Job) -> bool:
+    def holds(self, job: Job, plain: float) -> bool:
         """Tell whether a trained row lost no more than it may, on validation images; else take a weaker strength.
 
         Short trials find the order of a strength. What it costs grows with the number of steps, so that one that
@@ -166,19 +177,16 @@ class Maker:
         decade weaker.
         """
         folder = self.table.folder(job)
-        before, now = (
-            float(read_json(f / "run.json", what="the summary of a run")["results"]["validation_accuracy"])
-            for f in (self.table.folder(self.reference(job.network)), folder)
-        )
+        now = float(read_json(folder / "run.json", what="the summary of a run")["results"]["validation_accuracy"])
         path = self.searched(job.network, job.row)
         found: dict[str, Any] = read_json(path, what="what a search found")
         value = found["chosen"]
         known = [pair for pair in found.get("whole trainings", []) if pair[0] != value]
         found["whole trainings"] = [*known, [value, now]]
-        held = now >= before - job.row.tolerance
+        held = now >= plain - job.row.tolerance
         if not held:
             found["chosen"] = float(f"{value / 10**0.25:.2g}")
-            self.say(f"  {value:g}: {100 * now:.2f} % of {100 * before:.2f} % after the whole training, too strong")
+            self.say(f"  {value:g}: {100 * now:.2f} % of {100 * plain:.2f} % after the whole training, too strong")
             aside = folder.with_name(f"{folder.name}-{value:g}")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)

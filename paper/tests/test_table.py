@@ -201,6 +201,11 @@ def test_a_strength_that_costs_too_much_in_the_whole_training_is_weakened(
     assert trained(said) == ["kurtosis"]  # of that seed, and nothing is held against it
     assert trained(run(proven, rows=[BOTH, LESS])) == ["both"]
     assert run(proven, rows=[BOTH, LESS]) == []
+    shutil.rmtree(table.runs / "table1-laptop/one-0")  # what was published of the one without penalty is enough
+    assert trained(run(proven, rows=[LESS])) == ["kurtosis"]
+    table.file.unlink()
+    shutil.rmtree(table.runs / "table1-laptop/one-0")
+    assert trained(run(proven, rows=[LESS])) == ["none", "kurtosis"]
 
 
 @pytest.mark.usefixtures("measured_at_once")
