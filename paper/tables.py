@@ -53,6 +53,12 @@ WITH_DEFAULT = {
 }
 """Those of the paper's table, and what `prepare` does unless told otherwise."""
 
+CONVERGED_SETTINGS = {
+    **WITH_DEFAULT,
+    "per-tensor, ends at 8 bits": Setting({"sensitive": "8-bit"}, WIDTHS[1:], validated=False),
+}
+"""With one that tells how much of what is lost per tensor is lost in the first and the last layer."""
+
 ANY_WIDTH_SETTINGS = {name: replace(setting, validated=False) for name, setting in WITH_DEFAULT.items()}
 
 IMAGENET_SETTINGS = {
@@ -141,7 +147,7 @@ def find_table(name: str, scale: str, **places: Any) -> Table:
         parts = {"rows": ANY_WIDTH_ROWS, "settings": ANY_WIDTH_SETTINGS, "tested": 5_000}
         return replace(table, networks=("vgg-like", "resnet18", "mobilenet-v2"), one_start=True, **parts)
     if scale == "converged":
-        return replace(table, rows=CONVERGED_ROWS, settings=WITH_DEFAULT, proven=True)
+        return replace(table, rows=CONVERGED_ROWS, settings=CONVERGED_SETTINGS, proven=True)
     return replace(table, proven=scale == "paper")
 
 

@@ -85,4 +85,4 @@ def draw(figure: Figure, series: list[Divergence]) -> None:
     )
     plain_log(axes, "y")
     axes.grid(axis="x", visible=False)
-    axes.legend(loc="upper right")  # looking for the best place may take long, and then warns
+    axes.legend(loc="upper left")  # looking for the best place may take long, and then warns

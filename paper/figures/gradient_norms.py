@@ -83,4 +83,4 @@ def draw(figure: Figure, series: list[Norms]) -> None:
         title="Gradient of the loss, one point per test batch",
     )
     plain_log(axes, "x", "y")
-    axes.legend(loc="upper right")  # looking for the best place may take long, and then warns
+    axes.legend(loc="lower right")  # looking for the best place may take long, and then warns
