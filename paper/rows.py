@@ -86,7 +86,7 @@ the gradient in its log."""
 
 AVERAGED = TableRow(
     "any-width-averaged",
-    "Any width + kurtosis, averaged weights",
+    "Any width, averaged",
     {"penalty.any_width": True, "penalty.kurtosis": 0.1, "optimizer.average": 0.99},
 )
 """What `anybit train` does unless told otherwise."""
@@ -121,7 +121,7 @@ def _any_width() -> tuple[TableRow, ...]:
     return (
         known["none"],
         TableRow("any-width", "Any width + kurtosis", {"penalty.any_width": True, "penalty.kurtosis": 0.1}),
-        replace(AVERAGED, label="Any width, averaged"),
+        AVERAGED,
         TableRow("any-width-alone", "Any width", {"penalty.any_width": True}),
         TableRow("none-six", "Nothing, six epochs", {"epochs": 6}),
         TableRow("any-width-six", "Any width, six epochs", {**AVERAGED.changes, "epochs": 6}),
