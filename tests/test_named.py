@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,13 @@ def test_what_is_no_data_set_is_refused() -> None:
         DataError, match=r"wrong: must return one loader, or the loaders \(train, test\) or .*; returned"
     ):
         load_dataset("my_own_data.py:wrong", code=True)
+
+
+def test_a_file_changed_within_a_second_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "quick.py"
+    for number in (3, 2):
+        path.write_text(f"def make():\n    return {number}\n")
+        os.utime(path, (1_000_000, 1_000_000))
+        assert by_name(f"{path}:make")() == number
+    assert not (tmp_path / "__pycache__").exists()

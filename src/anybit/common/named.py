@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import traceback
@@ -76,10 +77,18 @@ def _imported(module: str) -> Any:
     return importlib.import_module(module)
 
 
+class _Fresh(importlib.machinery.SourceFileLoader):
+    """Reads the source each time: bytecode counts as its own while size and second of the last change are the same."""
+
+    def path_stats(self, path: Any) -> Any:
+        """Leave bytecode alone, old and new."""
+        raise OSError
+
+
 def _from_file(path: Path) -> Any:
     if not path.is_file():
         raise SpecError(f"{path}: no such file; Python code is expected here")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=_Fresh(path.stem, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
