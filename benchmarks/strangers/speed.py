@@ -7,7 +7,8 @@ One thread. Every round runs each form of the network once on the same input, an
 does not count what other programs take: a busy machine slows all forms alike. A ratio is the median of those within a
 round, with its quartiles. `quantize_static` is its file per channel as it comes, and with sums exact where the
 processor needs that for right answers (as anybit's 8-bit sessions are). Masters are made without
-helpers and from few inputs: that changes numbers and no kernel. Writes results/strangers-speed.json.
+helpers and from few inputs: that changes numbers and no kernel. Each row goes to
+results/strangers-speed.json as it comes; rows of files that were not asked for stay there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from task import Feed, Run
 
 import anybit
 from anybit.artifact.runtime import sums_saturate
-from anybit.common.files import write_json
+from anybit.common.files import read_json, write_json
 from anybit.common.provenance import origin
 
 WIDTHS = {
@@ -115,7 +116,9 @@ def main() -> None:
         return
     if unknown := set(options.files) - set(names):
         parser.error(f"{', '.join(sorted(unknown))}: not in the list; choose from {', '.join(names)}")
-    console, rows = Console(width=None if sys.stdout.isatty() else 140), []
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    earlier = read_json(options.out, what="earlier rows")["rows"] if options.out.is_file() else []
+    rows: dict[str, Any] = {row["file"]: row for row in earlier}
     about = {
         "threads": tools.THREADS, "clock": "thread time", "exact sums needed": sums_saturate(),
         "load of the machine at the start": os.getloadavg()[0],
@@ -128,10 +131,11 @@ def main() -> None:
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         found = [line for line in done.stdout.splitlines() if line.startswith("{")]
         row = json.loads(found[-1]) if found else {"file": name, "error": (done.stderr.splitlines() or ["?"])[-1]}
-        rows.append(row)
+        came = origin()
+        rows[name] = {**row, "commit": came["commit"], "date": came["date"]}
         cells = [f"{row[form]['ratio']:.2f}" if form in row else "" for form in FORMS]
         table.add_row(name, f"{row['float_ms']:.1f}" if "float_ms" in row else row["error"][:60], *cells)
-        write_json(options.out, {**origin(), **about, "rows": rows})
+        write_json(options.out, {**came, **about, "rows": [rows[name] for name in names if name in rows]})
     console.print(table)
 
 
