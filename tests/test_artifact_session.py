@@ -152,7 +152,9 @@ def test_any_number_type_and_batch_size(tmp_path: Path) -> None:
     assert want.dtype == np.float32
     for kind in (np.float64, np.float32, ">f4"):
         np.testing.assert_array_equal(session.run(X.astype(kind)), want)
-    np.testing.assert_array_equal(session.run(X[..., ::-1][..., ::-1]), want)
+    for turned in (np.ascontiguousarray(X[..., ::-1])[..., ::-1], np.asfortranarray(X)):
+        assert not turned.flags.c_contiguous
+        np.testing.assert_array_equal(session.run(turned), want)
     np.testing.assert_array_equal(session.run({"x": X.tolist()}), want)
     np.testing.assert_allclose(session.run(X.astype(np.float16)), want, atol=0.2)
     for n in (0, 1, 5):
