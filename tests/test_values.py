@@ -273,10 +273,12 @@ def test_what_is_optional_may_be_left_out(tmp_path: Path) -> None:
     session, (without, there) = adopted("an_optional_tensor", tmp_path)
     left_out = session.run({"x": without["x"]})
     np.testing.assert_array_equal(left_out, session.run(without))
-    assert not np.array_equal(session.run({**without, "other": there["other"]}), left_out)
+    both = {**without, "other": there["other"]}
+    assert not np.array_equal(session.run(both), left_out)
+    np.testing.assert_array_equal(session.run({**both, "other": there["other"].astype(np.float64)}), session.run(both))
     np.savez(tmp_path / "one.npz", x=without["x"][None])
     np.savez(tmp_path / "both.npz", x=without["x"][None], other=there["other"][None])
-    for file, wanted in (("one", left_out), ("both", session.run({**without, "other": there["other"]}))):
+    for file, wanted in (("one", left_out), ("both", session.run(both))):
         call(run, tmp_path / "m.onnx", tmp_path / f"{file}.npz", "--bits", "FP", "--out", tmp_path / file)
         np.testing.assert_array_equal(np.load(tmp_path / file / "0000.npy"), wanted)
     with pytest.raises(DataError, match=r"the network takes x, other; got other$"):

@@ -249,7 +249,8 @@ def _as_input(x: Any, wanted: Kind) -> Any:
 
 def _is_ready(x: Any, wanted: Kind) -> bool:
     """Tell whether a value is an array that needs nothing done: most are, and a small network takes 100 µs in all."""
-    if type(x) is not np.ndarray or x.dtype != TYPES.get(wanted.type) or x.dtype.kind not in "fiub":
+    kind = TYPES.get(wanted.type)  # nothing for optional ones and sequences; float64 would be equal to that
+    if kind is None or type(x) is not np.ndarray or x.dtype != kind or x.dtype.kind not in "fiub":
         return False
     return x.flags.c_contiguous and _fits(x.shape, wanted.shape)
 
