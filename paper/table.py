@@ -113,6 +113,12 @@ def run_table(
     write_searches(table)
 
 
+def held(found: Mapping[str, Any], row: TableRow, plain: float) -> bool:
+    """Tell whether the strength that a search chose is known to cost no more than it may in the whole training."""
+    known = dict(found.get("whole trainings", []))
+    return bool(known.get(found["chosen"], -1.0) >= plain - row.tolerance)
+
+
 def _data(name: str) -> Dataset:
     if "/" in name and not name.endswith(".npz") and not Path(name).is_dir():
         raise DataError(
@@ -145,11 +151,11 @@ class Maker:
             if not self.trained(folder / "model.safetensors", recipe):
                 self.say(f"{job.network}, seed {job.seed}: training {job.row.name}")
                 self.train(recipe, job.network, folder)
-            held = plain is None or self.holds(job, plain)
-            if held:
+            done = plain is None or self.holds(job, plain)
+            if done:
                 write_json(folder / "entry.json", self.measured(job, recipe, entry, missing))
                 write_entries(self.table)
-        return held or self.make(job)
+        return done or self.make(job)
 
     def plain(self, network: str) -> float | None:
         """Return what the row without a penalty has on validation images; nothing while another process is at it."""
@@ -183,15 +189,15 @@ class Maker:
         value = found["chosen"]
         known = [pair for pair in found.get("whole trainings", []) if pair[0] != value]
         found["whole trainings"] = [*known, [value, now]]
-        held = now >= plain - job.row.tolerance
-        if not held:
+        good = held(found, job.row, plain)
+        if not good:
             found["chosen"] = float(f"{value / 10**0.25:.2g}")
             self.say(f"  {value:g}: {100 * now:.2f} % of {100 * plain:.2f} % after the whole training, too strong")
             aside = folder.with_name(f"{folder.name}-{value:g}")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
         write_json(path, found)
-        return held
+        return good
 
     def entry(self, job: Job, recipe: Recipe) -> dict[str, Any] | None:
         """Return what was measured of a row, if its checkpoint is still that of this recipe."""
@@ -238,9 +244,12 @@ class Maker:
         values: dict[str, float] = {}
         for name in searched:
             shown = Job(job.network, 0, self.table.row(name))
-            if shown != job and self.proves(shown) and not self.make(shown):
-                return None
-            found = self.search(job.network, self.table.row(name))
+            found = self.search(job.network, shown.row)
+            if shown != job and self.proves(shown):
+                plain = self.plain(job.network)
+                if plain is None or not (held(found, shown.row, plain) or self.make(shown)):
+                    return None
+                found = self.search(job.network, shown.row)
             values.update(dict.fromkeys(found["keys"], float(found["chosen"])))
         return self.changed(job).changed(values)
 
