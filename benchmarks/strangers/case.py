@@ -23,20 +23,24 @@ from task import MOST_INPUTS, Run, Task, scores
 from anybit.errors import AnybitError
 
 WIDTHS = {"W8A8": (8, 8), "W4A8": (4, 8), "W4A4": (4, 4)}
+NARROW = {width: pair for width, pair in WIDTHS.items() if min(pair) < 8}
+"""What is reconstructed: at 8 bits rounding to nearest is as good."""
 MOST_SIGNS = 300
 """Of an error that lists every layer, this much is enough."""
 Row = dict[str, Any]
 Quantized = Iterator[tuple[str, Run, Row]]
 
 
-def adopted(stranger: Stranger, task: Task, floats: Run, out: Path, *, data: bool) -> Quantized:
-    """Adopt the file, with data or without, and give it at every width."""
+def adopted(stranger: Stranger, task: Task, floats: Run, out: Path, *, data: bool, fitted: bool = False) -> Quantized:
+    """Adopt the file, with data or without, and give it at every width; `fitted` ones are reconstructed first."""
     feeds = list(task.calibrate(floats))[:MOST_INPUTS] if data else None
     begin = time.perf_counter()
     summary = tools.adopt(stranger.file(), out, feeds)
     about = {"adopt_seconds": time.perf_counter() - begin, "summary": tools.summary_numbers(summary)}
+    if fitted:
+        about |= tools.reconstruct(out, feeds or [], list(NARROW))
     session = tools.open_master(out)
-    for width, (weights, activations) in WIDTHS.items():
+    for width, (weights, activations) in (NARROW if fitted else WIDTHS).items():
         session.set_bits(weights=weights, activations=activations)
         yield width, tools.run_of(session), about
 
@@ -66,6 +70,7 @@ Tool = Callable[[Stranger, Task, Run, Path], Quantized]
 TOOLS: dict[str, Tool] = {
     "anybit": lambda *case: adopted(*case, data=True),
     "anybit without data": lambda *case: adopted(*case, data=False),
+    "anybit reconstructed": lambda *case: adopted(*case, data=True, fitted=True),
     "prepare": lambda *case: prepared(*case, data=True),
     "prepare without data": lambda *case: prepared(*case, data=False),
     "quantize_static per channel": lambda *case: static(*case, per_channel=True),

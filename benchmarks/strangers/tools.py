@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ def summary_numbers(summary: Any) -> dict[str, float]:
     names = [name for name in dir(summary) if not name.startswith("_")] if summary is not None else []
     found = {name: getattr(summary, name) for name in names}
     return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
+def reconstruct(master: Path, feeds: Sequence[Feed], widths: Sequence[str]) -> dict[str, float]:
+    """Fit some widths of a master to inputs; say how long that takes and by how much of its size the file grows."""
+    import anybit
+
+    before, begin = master.stat().st_size, time.perf_counter()
+    anybit.reconstruct(master, feeds, widths)
+    seconds = (time.perf_counter() - begin) / len(widths)
+    return {"width_seconds": seconds, "growth": master.stat().st_size / before - 1}
 
 
 def open_master(path: Path) -> Any:

@@ -97,7 +97,8 @@ def layers_of(master: Master) -> list[Layer]:
             continue
         for position, place, direction in _constants(graph, node, makers):
             if place in weights:
-                suits = node.inputs[0] not in graph.constants and _is_product(graph, node, weights[place], position)
+                fed = bool(node.inputs) and node.inputs[0] not in graph.constants  # a branch may take nothing
+                suits = fed and _is_product(graph, node, weights[place], position)
                 use = _use(graph, node, position, points, makers, direction) if suits else None
                 found.setdefault(place, []).append(use)
     layers = []

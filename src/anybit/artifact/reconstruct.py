@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from anybit.plan.codes import encode
 from anybit.plan.extras import Rounded, Shift, mark_of, pack
 from anybit.plan.grid import make_grid, on_grid
 from anybit.plan.numbers import Kept, Numbers
+from anybit.plan.observe import MeanSquare, given
 from anybit.plan.points import Activation, Bias, Plan, Weight, Widths
 from anybit.plan.reconstruct import Seen, grouped, round_weight
 from anybit.spec import FLOAT, Bits, Range, widths_of
@@ -43,6 +45,9 @@ ROWS, TIMES = 4096, 24
 BATCH = 32
 """Inputs that are run at a time."""
 
+FIRST = 8
+"""Batches that choose the ranges of activations."""
+
 NARROW = 8
 """From this width on rounding to nearest is as good."""
 
@@ -53,6 +58,8 @@ CLEARLY = 0.95
 """A part of a range is taken if the error is less than this part of the whole range's: few inputs tell it."""
 
 SOURCE = "reconstruction"
+SETTLED = (SOURCE, f"calibration, {MeanSquare.name}")
+"""Where ranges come from that already fit a width."""
 
 
 class Network(Protocol):
@@ -107,6 +114,11 @@ def reconstructed(master: Master, inputs: Iterable[Any], widths: Sequence[Bits])
             plan = _with(plan, replace(point, shape=master.weights[point.name].shape))
     master = replace(master, header=replace(master.header, plan=plan))
     layers = layers_of(master)
+    if not layers:
+        raise SpecError(
+            f"{master.path}: no weight here can be fitted; those in branches and loops, and all that are no product "
+            "with rows of their input, are rounded to nearest"
+        )
     with progress_bars() as start:
         for bits in widths:
             advance = start(f"reconstructing {bits}", len(layers))
@@ -214,9 +226,10 @@ class _Width:
         draw = np.random.default_rng(0)
         count = len(self.now.feeds)
         rows = {w.name: -(-max(ROWS, TIMES * _inputs(w)) // count) for w in (layer.weight for layer in stage)}
-        for index, (now, exact) in enumerate(self._values([use.value for _, use in uses], fresh)):
-            if index == 0:
-                self._set_ranges(uses, now, rows)
+        runs = self._values([use.value for _, use in uses], fresh)
+        first = list(islice(runs, FIRST))
+        self._set_ranges(uses, [now for now, _ in first])
+        for index, (now, exact) in enumerate(chain(first, runs)):
             now = {use.value: self._on_grid(now[use.value], use.points) for _, use in uses}
             for known, values in ((self.now, now), (self.exact, exact)):
                 known.keep(index, {name: value for name, value in values.items() if name in settled})
@@ -240,19 +253,27 @@ class _Width:
         for ours, theirs in zip(self.now, self.exact, strict=True):
             yield now(ours), exact(theirs)
 
-    def _set_ranges(self, uses: list[tuple[Layer, Use]], values: Feed, rows: dict[str, int]) -> None:
+    def _set_ranges(self, uses: list[tuple[Layer, Use]], first: list[Feed]) -> None:
         """Choose for each input of less than 8 bits the part of its range with the least error of layers' outputs."""
         for ranges in dict.fromkeys(self.plan.activation(p).ranges for _, use in uses for p in use.points):
             group = [a for a in self.plan.activations if a.ranges == ranges]  # joined points share their range
             width = self.widths[group[0].name]
             old = group[0].range_at(width)
-            if width >= NARROW or old is None or old.source == SOURCE or len({self.widths[a.name] for a in group}) > 1:
+            if old is None or old.source in SETTLED or given(group[0]):
+                continue
+            if width >= NARROW or len({self.widths[a.name] for a in group}) > 1:
                 continue
             names = {a.name for a in group}
             fed = [
                 (
                     grouped(self.master.weights[layer.weight.name], layer.weight, stacked=layer.stacked),
-                    use.rows(values[use.value], layer.weight.shape, rows[layer.weight.name], 0),
+                    np.concatenate(
+                        [
+                            use.rows(now[use.value], layer.weight.shape, ROWS // len(first), i)
+                            for i, now in enumerate(first)
+                        ],
+                        1,
+                    ),
                 )
                 for layer, use in uses
                 if names.intersection(use.points)

@@ -30,11 +30,11 @@ Floats = npt.NDArray[np.float32]
 DAMPING = 0.02
 """Of the mean of H's diagonal, added to it: inputs that were never seen must not decide anything."""
 
-TRUST = 0.5
-"""How far weights follow the inputs' own error: at 1 they fit what a few hundred inputs happen to do."""
+TRUST = 0.7
+"""How far weights follow the inputs' own error, as far as that is no chance: at 1 they fit what inputs happen to do."""
 
-NOISE = 1e-5
-"""Of what H's diagonal was before means were taken off it, added to it as well."""
+PIECES = 4
+"""Parts that the rows of one batch are looked at in, to tell what they have in common from chance."""
 
 BLOCK = 64
 """Inputs of a kernel that are dealt with before the rest hears of it."""
@@ -46,52 +46,94 @@ PARTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5)
 """Parts of a range that are tried as the range."""
 
 
-@dataclass
-class Seen:
-    """Sums over the rows of a layer's input: `h = x'x` and `cross = (y - x)'x` by group, and the means of both."""
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """What rounding goes by: `h = x'x` and `cross = (y - x)'x` over the rows of a layer's input, by group."""
 
-    h: Any = 0.0
-    cross: Any = 0.0
-    x: Any = 0.0
-    y: Any = 0.0
-    count: int = 0
-    size: float = 0.0
-
-    def add(self, x: Floats, y: Floats) -> None:
-        """Look at rows (group, row, input) as they are in the quantized network and in floating point."""
-        across = x.swapaxes(1, 2)
-        self.h = self.h + across @ x
-        self.cross = self.cross + (y - x).swapaxes(1, 2) @ x
-        self.x = self.x + x.sum(1, dtype=np.float64)
-        self.y = self.y + y.sum(1, dtype=np.float64)
-        self.count += x.shape[1]
-
-    @classmethod
-    def of(cls, parts: list[Seen], *, centred: bool) -> Seen:
-        """Return the sum of several; about their means, if biases take care of those."""
-        total = cls()
-        for part in parts:
-            mean = [v[:, :, None] / part.count if centred else np.zeros((1, 1, 1)) for v in (part.x, part.y)]
-            x, off = (np.asarray(m, np.float32) for m in (mean[0], mean[1] - mean[0]))
-            total.h = total.h + part.h - part.count * x * np.swapaxes(x, 1, 2)
-            total.cross = total.cross + part.cross - part.count * off * np.swapaxes(x, 1, 2)
-            total.count += part.count
-            total.size += float(np.einsum("gii->gi", np.asarray(part.h)).mean())
-        return total
-
-    def shift(self, exact: Floats, kernels: Floats) -> Floats:
-        """Return what the mean of each output lacks if a layer's weight is `kernels` instead of `exact`."""
-        wanted = np.einsum("gok,gk->go", exact, self.y / self.count)
-        found = np.einsum("gok,gk->go", kernels, self.x / self.count)
-        return np.asarray((wanted - found).reshape(-1), np.float32)
+    h: Floats
+    cross: Floats
 
     def damped(self) -> Floats:
         """Return H with a little added to its diagonal."""
         h = np.array(self.h, np.float32)
         diagonal = np.einsum("gii->gi", h)
-        # Inputs that never move leave nothing about their means but the noise of subtracting them.
-        diagonal += DAMPING * diagonal.mean(1, keepdims=True) + np.float32(NOISE * self.size + 1e-12)
+        diagonal += DAMPING * diagonal.mean(1, keepdims=True) + np.float32(1e-12)
         return h
+
+
+@dataclass
+class Seen:
+    """Sums over the rows of a layer's input, about the mean `base` of the first ones, piece by piece.
+
+    `squares` sums the squares of what each piece adds to `h`, and so tells how sure that is.
+    """
+
+    h: Any = 0.0
+    squares: Any = 0.0
+    cross: Any = 0.0
+    x: Any = 0.0
+    off: Any = 0.0
+    base: Any = None
+    count: int = 0
+    pieces: int = 0
+
+    def add(self, x: Floats, y: Floats) -> None:
+        """Look at rows (group, row, input) as they are in the quantized network and in floating point."""
+        if self.base is None:
+            self.base = x.mean(1, keepdims=True)
+        near, off = x - self.base, y - x
+        for piece in np.array_split(near, min(PIECES, x.shape[1]), axis=1):
+            h = piece.swapaxes(1, 2) @ piece
+            self.h = self.h + h
+            self.squares = self.squares + h * h
+            self.pieces += 1
+        self.cross = self.cross + off.swapaxes(1, 2) @ near
+        self.x = self.x + near.sum(1, keepdims=True, dtype=np.float64)
+        self.off = self.off + off.sum(1, keepdims=True, dtype=np.float64)
+        self.count += x.shape[1]
+
+    @property
+    def means(self) -> tuple[Any, Any]:
+        """The mean row in the quantized network, and by how much that in floating point is larger (group, 1, input)."""
+        return self.base + self.x / self.count, self.off / self.count
+
+    def doubt(self) -> Any:
+        """Return for each group how much of what inputs have in common is chance, from 0 to 1.
+
+        The pieces are samples of H; the part of their spread in the squares of its entries off the diagonal is what
+        correlations shrink by (Schäfer and Strimmer, 2005).
+        """
+        scale = 1 / np.maximum(np.einsum("gii->gi", self.h), 1e-30)
+        spread = np.maximum(self.squares - self.h * self.h / self.pieces, 0) * (self.pieces / max(1, self.pieces - 1))
+        parts = (np.einsum("gij,gi,gj->g", _off_diagonal(m), scale, scale) for m in (spread, self.h * self.h))
+        chance, whole = parts
+        return np.clip(np.where(whole > 0, chance / np.maximum(whole, 1e-30), 0), 0, 1)[:, None, None]
+
+    @classmethod
+    def of(cls, parts: list[Seen], *, centred: bool) -> Sums:
+        """Return the sums of several together; about their means, if biases take care of those."""
+        total = [0.0, 0.0]
+        for part in parts:
+            moved, sure = part.x / part.count, 1 - part.doubt()
+            mean, off = part.means
+            h = part.h - part.count * moved.swapaxes(1, 2) * moved
+            h = np.where(np.eye(h.shape[1], dtype=bool), h, sure * h)
+            cross = sure * (part.cross - part.count * off.swapaxes(1, 2) * moved)
+            if not centred:
+                h = h + part.count * mean.swapaxes(1, 2) * mean
+                cross = cross + part.count * off.swapaxes(1, 2) * mean
+            total = [total[0] + h, total[1] + cross]
+        return Sums(*(np.asarray(v, np.float32) for v in total))
+
+    def shift(self, exact: Floats, kernels: Floats) -> Floats:
+        """Return what the mean of each output lacks if a layer's weight is `kernels` instead of `exact`."""
+        mean, off = self.means
+        found = np.einsum("gok,gk->go", exact - kernels, mean[:, 0]) + np.einsum("gok,gk->go", exact, off[:, 0])
+        return np.asarray(found.reshape(-1), np.float32)
+
+
+def _off_diagonal(matrices: Any) -> Any:
+    return np.where(np.eye(matrices.shape[1], dtype=bool), 0, matrices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,11 +163,11 @@ def _ungrouped(kernels: Floats, weight: Floats, how: Weight, *, stacked: bool) -
     return taps.swapaxes(1, 2).reshape(weight.shape)
 
 
-def round_weight(weight: Floats, how: Weight, bits: int, seen: Seen, *, stacked: bool = False) -> Found:
+def round_weight(weight: Floats, how: Weight, bits: int, seen: Sums, *, stacked: bool = False) -> Found:
     """Return the codes of a weight that change the layer's output least."""
     exact = grouped(weight, how, stacked=stacked)
     h = seen.damped()
-    pull = np.linalg.solve(h, np.swapaxes(exact @ np.asarray(seen.cross, np.float32), 1, 2))
+    pull = np.linalg.solve(h, np.swapaxes(exact @ seen.cross, 1, 2))
     target = np.asarray(exact + TRUST * np.swapaxes(pull, 1, 2), np.float32)
     plain = _by_group(weight_grid(*limits(weight, how, bits), how.spec(bits)), how)
     grid = best_grid(weight, how, bits, target, h)
