@@ -187,13 +187,17 @@ PAPER_COST = {"vgg-like": 79 / 14, "resnet18": 209 / 24, "imagenet-resnet18": 17
 """Time of an epoch with the l1 penalty over one without, in seconds, from the paper's section 4.1."""
 
 
+VARIANTS = {"vgg-like-quarter": "vgg-like", "vgg-like-decay": "vgg-like"}
+"""Networks that differ from one of the paper's in width or in how their start was trained."""
+
+
 def paper_numbers(network: str) -> dict[str, dict[Bits, float]]:
     """Return the paper's accuracies for one network in %, by row and widths.
 
-    >>> paper_numbers("vgg-like")["l1"][Bits(4, 4)]
+    >>> paper_numbers("vgg-like-quarter")["l1"][Bits(4, 4)]
     85.99
     """
-    table, rows = _PAPER.get(network, (1, {}))
+    table, rows = _PAPER.get(VARIANTS.get(network, network), (1, {}))
     return {
         name: {bits: value for bits, value in zip(PAPER_WIDTHS[table], values, strict=True) if value is not None}
         for name, values in rows.items()

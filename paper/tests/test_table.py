@@ -36,6 +36,7 @@ from paper.rows import (
     PAPER_COST,
     PAPER_WIDTHS,
     ROWS,
+    VARIANTS,
     WIDTHS,
     TableRow,
     paper_numbers,
@@ -514,7 +515,7 @@ def test_where_the_paper_has_no_number_there_is_none(row: str, network: str, wan
 def test_every_row_makes_a_recipe_of_every_network() -> None:
     for scale, networks, rows in (
         ("laptop", ("vgg-like", "resnet18"), ROWS),
-        ("converged", ("vgg-like", "resnet18", "vgg-like-quarter"), CONVERGED_ROWS),
+        ("converged", ("vgg-like", "resnet18", *VARIANTS), CONVERGED_ROWS),
         ("paper", ("vgg-like", "resnet18"), ROWS),
         ("paper", ("imagenet-resnet18",), IMAGENET_ROWS),
     ):
