@@ -56,7 +56,7 @@ def test_every_layout_gives_the_plain_result(name: str) -> None:
 def test_chunks_cover_every_entry_once_in_place() -> None:
     x = torch.zeros(BIG).to(memory_format=torch.channels_last)
     parts = list(chunks(x))
-    assert len(parts) == -(-x.numel() // CHUNK) > 4
+    assert len(parts) == -(-x.numel() // (CHUNK * torch.get_num_threads())) > 1
     for (part,) in parts:
         part.add_(1)
     assert torch.equal(x, torch.ones(BIG))

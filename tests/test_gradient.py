@@ -464,12 +464,16 @@ FUNCTIONS = {
 }
 
 
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_replayed_kink_is_the_function_on_its_own_side(name: str) -> None:
-    """On the same input: same value, same slope. On another input: the linear (or smooth) piece goes on."""
+def test_a_replayed_kink_is_the_function_on_its_own_side(name: str, layout: str) -> None:
+    """On the same input: same value, same slope, same layout. On another: the linear (or smooth) piece goes on."""
     torch.manual_seed(0)
     function = FUNCTIONS[name]
-    x = (3 * torch.randn(4, 3, 6, 6, dtype=torch.float64)).requires_grad_()
+    x = (3 * torch.randn(4, 3, 6, 6, dtype=torch.float64)).to(memory_format=LAYOUTS[layout]).requires_grad_()
     first = FirstPass("l1", directions=False, kinks=True)
     with first:
         want = function(x * 1.0)
@@ -479,6 +483,8 @@ def test_a_replayed_kink_is_the_function_on_its_own_side(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
     weights = torch.randn_like(want)
     slopes = [torch.autograd.grad((out * weights).sum(), x)[0] for out in (want, got)]
+    assert got.stride() == want.stride()
+    assert slopes[1].stride() in (slopes[0].stride(), x.stride())
     # PyTorch keeps the sixth in hard-sigmoid's slope in single precision.
     close = 1e-7 if name == "hardsigmoid" else 1e-12
     torch.testing.assert_close(slopes[0], slopes[1], rtol=close, atol=close)

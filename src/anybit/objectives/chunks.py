@@ -12,24 +12,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK = 2**19
-"""Elements to a chunk: its intermediate results stay in the outer cache, and starting every thread on its share costs
-little beside the share itself."""
+CHUNK = 2**17
+"""Elements to a chunk for each thread: half a megabyte, so that intermediate results stay in a core's own cache, and
+starting the thread costs little beside its share."""
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield matching flat chunks of tensors of one shape, in the order of memory, or all at once where that is as good.
 
-    >>> [len(p) // CHUNK for p, _ in chunks(torch.zeros(CHUNK * 4 + 1), torch.ones(CHUNK * 4 + 1))]
-    [1, 1, 1, 1, 0]
+    >>> size = CHUNK * torch.get_num_threads()
+    >>> [len(p) // size for p, _ in chunks(torch.zeros(size * 2 + 1), torch.ones(size * 2 + 1))]
+    [1, 1, 0]
     """
+    size = CHUNK * torch.get_num_threads()
     first = tensors[0]
     same = all(t.stride() == first.stride() and t.device.type == "cpu" for t in tensors)
-    if not same or first.numel() < 4 * CHUNK or not _dense(first):
+    if not same or first.numel() < 2 * size or not _dense(first):
         yield tensors
         return
     flat = [t.as_strided((t.numel(),), (1,)) for t in tensors]
-    yield from zip(*(torch.split(t, CHUNK) for t in flat), strict=True)
+    yield from zip(*(torch.split(t, size) for t in flat), strict=True)
 
 
 def _dense(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ To teach the penalty another kinked function, add a `Kink` to `KINKS`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -87,6 +88,25 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gate,) = ctx.saved_tensors
         return gated(grads[0], gate, None, 0.0, out=torch.empty_like(grads[0])), None, None, None, None
+
+
+def overwrite(x: Tensor, new: Tensor) -> Tensor:
+    """Put `new` into `x`; what the gradient is and how it lies in memory is left to `new` alone."""
+    out: Tensor = _Overwrite.apply(x, new)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Overwrite(torch.autograd.Function):
+    """`x.copy_(new)` without the zeros that PyTorch adds to the gradient of `x`, which lie in another layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, new: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.copy_(new)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]
 
 
 def _positive(x: Tensor, *_: Any) -> Tensor:
@@ -173,21 +193,38 @@ def max_pool(dims: int, function: Function, *, always: bool = False) -> Kink:
 
 
 class _Take(torch.autograd.Function):
-    """`x.gather` over the last dimensions taken as one, keeping the index in four bytes instead of eight."""
+    """`x.gather` over the last dimensions taken as one, keeping the index in four bytes instead of eight.
+
+    Results have the layout of `x`: what follows is several times slower where layouts are mixed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, dims: int) -> Tensor:
+        last = x.dim() == dims + 2 and x.movedim(1, -1).is_contiguous()
         ctx.save_for_backward(index)
-        ctx.shape, ctx.dims = x.shape, dims
-        return x.flatten(-dims).gather(-1, index.flatten(-dims).to(torch.int64)).view(index.shape)
+        ctx.shape, ctx.dims, ctx.last = x.shape, dims, last
+        places, dim = _places(index, dims, last)
+        out = _places(x, dims, last)[0].gather(dim, places.to(torch.int64))
+        return _unflatten(out, index.shape, last)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        out = grads[0].new_zeros(ctx.shape)
-        flat = index.flatten(-ctx.dims).to(torch.int64)
-        out.view(*ctx.shape[: -ctx.dims], -1).scatter_add_(-1, flat, grads[0].flatten(-ctx.dims))
-        return out, None, None
+        places, dim = _places(index, ctx.dims, ctx.last)
+        size = list(places.shape)
+        size[dim] = math.prod(ctx.shape[-ctx.dims :])
+        grad = _places(grads[0], ctx.dims, ctx.last)[0]
+        out = grad.new_zeros(size).scatter_add_(dim, places.to(torch.int64), grad)
+        return _unflatten(out, ctx.shape, ctx.last), None, None
+
+
+def _places(x: Tensor, dims: int, last: bool) -> tuple[Tensor, int]:
+    """Return a tensor with its last dimensions as one, in its order of memory, and which dimension that is."""
+    return (x.movedim(1, -1).flatten(1, dims), 1) if last else (x.flatten(-dims), -1)
+
+
+def _unflatten(x: Tensor, shape: torch.Size, last: bool) -> Tensor:
+    return x.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else x.view(shape)
 
 
 def ordered(place: int = 1) -> Kink:

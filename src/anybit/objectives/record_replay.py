@@ -14,7 +14,7 @@ from anybit.errors import PenaltyError
 from anybit.objectives.activations import ACTIVATIONS, Arguments, Function, Mode, Named, with_graph
 from anybit.objectives.checkpointing import CallOrder, recomputing
 from anybit.objectives.chunks import l1_norm, signs_and_l1, wide_format
-from anybit.objectives.kinks import KINKS, RECTIFIED, gate
+from anybit.objectives.kinks import KINKS, RECTIFIED, gate, overwrite
 
 Norm = Literal["l1", "l2"]
 
@@ -156,7 +156,7 @@ class SecondPass(Watch):
         given = (args[0].clone(), *args[1:]) if call.inplace else args
         out = func(*given, **kwargs) if kink is None else kink.replay(call.memo, given, kwargs)
         out = out if shift is None else torch.add(out, shift, alpha=factor)
-        return args[0].copy_(out) if call.inplace else out
+        return overwrite(args[0], out) if call.inplace else out
 
     def _next(self, func: Function) -> Call:
         index = self.order.position()
