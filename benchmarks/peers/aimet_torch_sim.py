@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +43,47 @@ def simulation(model: Any, weights: int, activations: int, *, per_channel: bool)
     return simulated
 
 
+def rounded(equalized: Any, job: Job, weights: int, *, per_channel: bool) -> tuple[Any, str]:
+    """Learn which way each weight rounds; return the model and the file that says it."""
+    loader, folder = [(x, None) for x in job.batches], tempfile.mkdtemp()
+    parameters = AdaroundParameters(
+        loader, len(loader), ITERATIONS, forward_fn=lambda network, batch: network(batch[0])
+    )
+    model = Adaround.apply_adaround(
+        equalized, torch.zeros(SHAPE), parameters, folder, "adaround", default_param_bw=weights,
+        param_bw_override_list=[(equalized.get_submodule(name), WIDE) for name in ends(equalized)],
+        default_config_file=config(per_channel=per_channel),
+    )  # fmt: skip
+    return model, str(Path(folder) / "adaround.encodings")
+
+
 def setting(*, per_channel: bool, adaround: bool) -> Setting:
-    """Fold and equalize once; each width is a simulation, with the rounding learned before where asked for."""
+    """Fold and equalize once; each width is a simulation, with the rounding learned before where asked for.
+
+    Rounding is learned with activations in floating point, so widths that share their weights share it, and each
+    counts the seconds that it took.
+    """
 
     def once(job: Job) -> Quantize:
         equalized = prepare_model(copy.deepcopy(job.model).eval())
         equalize_model(equalized, dummy_input=torch.zeros(SHAPE))
+        known: dict[int, tuple[Any, str, float]] = {}
 
         def quantize(weights: int, activations: int) -> Made:
-            model, folder = copy.deepcopy(equalized), tempfile.mkdtemp()
+            model, encodings, before = copy.deepcopy(equalized), None, 0.0
+            simulation(
+                copy.deepcopy(model), weights, activations, per_channel=per_channel
+            )  # refuses what it does not have at once
             if adaround:
-                loader = [(x, None) for x in job.batches]
-                parameters = AdaroundParameters(
-                    loader, len(loader), ITERATIONS, forward_fn=lambda network, batch: network(batch[0])
-                )
-                model = Adaround.apply_adaround(
-                    model, torch.zeros(SHAPE), parameters, folder, "adaround", default_param_bw=weights,
-                    param_bw_override_list=[(model.get_submodule(name), WIDE) for name in ends(model)],
-                    default_config_file=config(per_channel=per_channel),
-                )  # fmt: skip
-            simulated = simulation(model, weights, activations, per_channel=per_channel)
-            if adaround:
-                simulated.set_and_freeze_param_encodings(str(Path(folder) / "adaround.encodings"))
+                if weights in known:
+                    model, encodings, before = known[weights]
+                else:
+                    begin = time.process_time()
+                    model, encodings = rounded(model, job, weights, per_channel=per_channel)
+                    known[weights] = model, encodings, time.process_time() - begin
+            simulated = simulation(copy.deepcopy(model), weights, activations, per_channel=per_channel)
+            if encodings is not None:
+                simulated.set_and_freeze_param_encodings(encodings)
             simulated.compute_encodings(lambda network: [network(x) for x in job.batches])
 
             def export(path: Path) -> None:
@@ -75,7 +95,7 @@ def setting(*, per_channel: bool, adaround: bool) -> Setting:
                     export_int32_bias=False,
                 )
 
-            return Made(simulated.model, export)
+            return Made(simulated.model, export, before)
 
         return quantize
 

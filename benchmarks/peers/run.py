@@ -26,10 +26,11 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-CHECKPOINTS = tuple(
-    ROOT / "paper/checkpoints" / name
-    for name in ("converged-resnet18-base-0", "laptop-mobilenet-v2-base-0", "converged-vgg-like-base-0")
+CHECKPOINTS = (
+    *(ROOT / f"paper/checkpoints/converged-resnet18-base-{seed}" for seed in (0, 1)),
+    *(Path(__file__).parent / f"checkpoints/peers-mobilenet-v2-{seed}" for seed in (0, 1)),
 )
+"""Each network trained with two seeds."""
 CALIBRATION = 512
 ROUNDS = 3
 
