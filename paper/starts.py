@@ -2,8 +2,9 @@
 
     python -m paper.starts
 
-Takes every network and seed of the converged table whose row without a penalty is trained, and writes
-results/starts.json. Images are those that training saw, as they are and not varied at random.
+Takes every network and seed of the converged table whose row without a penalty is trained here, and writes them to
+results/starts.json beside what is there of others. Images are those that training saw, as they are and not varied at
+random.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from anybit.common.files import write_json
+from anybit.common.files import read_json, write_json
 from anybit.common.provenance import origin
 from anybit.data import Batches, Split
 from anybit.task.checkpoint import load_model
@@ -45,8 +46,15 @@ def measured(table: Table, images: int) -> list[dict[str, Any]]:
             "after the row": table.folder(Job(network, int(seed), table.row("none"))) / path.name,
         }
         own = {name: {part: scores(place, split) for part, split in splits.items()} for name, place in places.items()}
-        found.append({"network": network, "seed": int(seed), "images": images, **own})
+        came = {key: value for key, value in origin().items() if key != "versions"}
+        found.append({"network": network, "seed": int(seed), "images": images, **own, **came})
     return found
+
+
+def merged(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """Return rows together with those of other networks and seeds in a file, if there is one."""
+    known = read_json(path, what="losses at the starts")["rows"] if path.is_file() else []
+    return list({(row["network"], row["seed"]): row for row in (*known, *rows)}.values())
 
 
 def command(
@@ -57,7 +65,7 @@ def command(
     """Measure the loss on training images at the start of the converged table's rows and after the plain one."""
     torch.set_grad_enabled(False)
     rows = measured(find_table("table1", "converged", runs=runs), images)
-    write_json(out, {**origin(), "rows": rows})
+    write_json(out, {"versions": origin()["versions"], "rows": merged(rows, out)})
     for row in rows:
         for name in ("start", "after the row"):
             parts = "  ".join(f"{part} {v['loss']:.4f} ({100 * v['accuracy']:.2f} %)" for part, v in row[name].items())

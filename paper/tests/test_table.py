@@ -396,6 +396,10 @@ def test_the_loss_at_the_start_and_after_a_row_is_that_of_the_checkpoints(table:
         assert found[name]["training"]["loss"] == pytest.approx(float(want), rel=1e-5)
     assert found["start"]["training"]["loss"] > found["after the row"]["training"]["loss"]
     assert found["start"]["validation"]["accuracy"] != found["start"]["training"]["accuracy"]
+    other, path = {"network": "far away", "seed": 2}, table.runs / "starts.json"
+    assert starts.merged([found], path) == [found]
+    path.write_text(json.dumps({"rows": [other, {**found, "images": 7}]}))
+    assert starts.merged([found], path) == [other, found]
 
 
 WORKER = """
