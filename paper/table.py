@@ -279,6 +279,7 @@ class Maker:
             self.data[network],
             row.knob,
             storage=f"sqlite:///{self.table.runs / 'search.db'}",
+            known=self.tried(network, row, recipe),
             tolerance=row.tolerance,
             on_trial=lambda value, accuracy: self.say(f"  {value:g}: {100 * accuracy:.2f} %"),
             say=lambda line: self.say(f"  {line}"),
@@ -288,6 +289,16 @@ class Maker:
         record = {**found.to_dict(), "seed": 0, "recipe": recipe.to_dict(), "origin": origin()}
         write_json(path, record)
         return record
+
+    def tried(self, network: str, row: TableRow, recipe: Recipe) -> dict[float, float]:
+        """Return what published searches know of the very same trials, by value; two rows may choose from the same."""
+        assert row.knob is not None
+        return {
+            value: accuracy
+            for found in read_searches(self.table).get(network, {}).values()
+            if found["keys"] == list(row.knob.keys) and same_recipe(found["recipe"], recipe)
+            for value, accuracy in found["accuracies"]
+        }
 
     def searched(self, network: str, row: TableRow) -> Path:
         """Return the file of what a search found."""

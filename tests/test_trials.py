@@ -177,6 +177,22 @@ def test_what_is_known_is_not_tried_again_and_what_failed_is(tmp_path: Path) -> 
     assert len(asked) == 4
 
 
+def test_what_was_made_elsewhere_is_taken_and_what_is_here_counts_more(tmp_path: Path) -> None:
+    url, asked = f"sqlite:///{tmp_path / 'x.db'}", list[float]()
+
+    def attempt(value: float) -> float:
+        asked.append(value)
+        return value
+
+    work = trials(url, attempt)
+    work.run([1.0])
+    for _ in range(2):
+        work.know({1.0: 0.25, 2.0: 0.5})
+    assert trials(url, attempt).run([1.0, 2.0, 3.0]) == {1.0: 1.0, 2.0: 0.5, 3.0: 3.0}
+    assert asked == [1.0, 3.0]
+    assert len(work.study.get_trials()) == 3
+
+
 @pytest.mark.parametrize("error", [ValueError("the data are odd"), RuntimeError("no memory")])
 def test_an_error_of_a_trial_is_not_hidden(error: Exception, tmp_path: Path) -> None:
     def attempt(value: float) -> float:

@@ -89,11 +89,14 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Table:
 
 def answer(recipe: Recipe, data: Dataset, knob: Knob, *, on_trial: Any, **more: Any) -> Found:
     asked.append((recipe.name, knob.keys, recipe.seed))
+    told.append(more["known"])
     on_trial(0.002, 0.9)
     return Found(knob.keys, knob.aim, 0.002, {0.0: 0.9, 0.002: 0.9, 0.1: 0.1}, 0.005, 1, 1 / 3)
 
 
 asked: list[tuple[str, tuple[str, ...], int]] = []
+told: list[dict[float, float]] = []
+"""For each search, what it was told of trials made before."""
 
 
 def measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +230,18 @@ def test_on_another_machine_what_was_published_is_taken(table: Table, monkeypatc
     path.write_text(path.read_text().replace("batch = 64", "batch = 32"))
     shutil.rmtree(table.runs)
     assert run(table, rows=[LESS])[0] == "one, seed 0: training the base network"
+
+
+@pytest.mark.usefixtures("measured_at_once")
+def test_rows_that_choose_from_the_same_trials_make_them_once(table: Table) -> None:
+    told.clear()
+    run(table, rows=[LESS])
+    shutil.rmtree(table.runs)  # the storage of the trials with it, as on another machine
+    more = dataclasses.replace(LESS, name="more", tolerance=0.06, trials_of="kurtosis")
+    other = dataclasses.replace(more, name="other", changes={"data.batch": 32})
+    table = dataclasses.replace(table, rows=(LESS, more, other))
+    assert trained(run(table, rows=[more, other])) == ["more", "other"]
+    assert told == [{}, {0.0: 0.9, 0.002: 0.9, 0.1: 0.1}, {}]
 
 
 @pytest.mark.usefixtures("measured_at_once")

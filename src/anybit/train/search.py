@@ -230,6 +230,7 @@ def search(
     tolerance: float = TOLERANCE,
     finer: int = 0,
     grace: int = GRACE,
+    known: Mapping[float, float] | None = None,
     on_trial: Callable[[float, float], None] | None = None,
     say: Say = unsaid,
     device: torch.device | None = None,
@@ -248,6 +249,7 @@ def search(
         finer: How often the step above the winning strength is halved, as the logarithm sees it. The grid has two
             values to a decade; twice finer it has eight around the winner.
         grace: Seconds without a sign of life after which another process's trial is taken up; the same for all.
+        known: Accuracies by value of the same trials, made where `storage` was another; they are not made again.
         on_trial: Called with value and accuracy after each trial made here.
         say: Told what is waited for, and what is odd about the search, a sentence at a time.
         device: Where to train; on the graphics card, if not given and there is one.
@@ -265,6 +267,7 @@ def search(
 
     name = study_name(short, part, knob.keys, start(short, part)[0])
     trials = Trials(name, attempt, storage=storage, grace=grace, say=say)
+    trials.know(known or {})
     tracked = None
     if not knob.values:
         tracked = Tracked(**trials.note("tracked", lambda: dataclasses.asdict(track(short, data, knob, device=device))))

@@ -9,7 +9,7 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,19 @@ class Trials:
                 if key not in self.study.user_attrs:
                     self.study.set_user_attr(key, found)
             return self.study.user_attrs[key]
+
+    def know(self, accuracies: Mapping[float, float]) -> None:
+        """Take trials as made whose accuracies, by value, are known from elsewhere."""
+        distributions = {"value": self.optuna.distributions.FloatDistribution(0.0, LARGEST)}
+        with self._answering():
+            here = {value for value, _ in self._trials()}
+            for value, accuracy in accuracies.items():
+                if value not in here:
+                    own = {"value": value}
+                    trial = self.optuna.trial.create_trial(
+                        params=own, distributions=distributions, value=accuracy, user_attrs=own
+                    )
+                    self.study.add_trial(trial)
 
     def run(self, values: Sequence[float]) -> dict[float, float]:
         """Try what is not known yet and nobody else is trying; return the accuracy of every value."""
