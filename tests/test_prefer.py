@@ -324,6 +324,8 @@ def test_bench_says_what_is_fastest_and_what_it_costs() -> None:
     assert "100.0% of its decisions" in (text := verdict([fp, gain(8, 8, 2.0, losses=both)]))
     assert "50.0% away" in text, "a length that is right says nothing about what is that long"
     assert "--input" in verdict([fp, gain(8, 8, 2.0)])
-    assert verdict([fp, gain(8, 8, 5.0)]) == "FP is fastest here: 4000.00 ms."
+    assert verdict([fp, gain(8, 8, 5.0)], prefer="speed") == "FP is fastest here: 4000.00 ms."
+    assert "With --prefer speed" in verdict([fp, gain(8, 8, 5.0)])
+    assert "With --prefer speed" not in verdict([fp, gain(8, 8, 2.0)]) + verdict([fp])
     assert "Take 7 bits" not in verdict([fp, gain(8, 8, 2.0), gain(7, 8, 1.95)])
     assert "Take 7 bits instead of 8 for the weights: 1.50 times" in verdict([fp, gain(8, 8, 3.0), gain(7, 8, 2.0)])

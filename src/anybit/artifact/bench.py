@@ -176,15 +176,22 @@ def with_sevens(pairs: Iterable[Bits], saturates: bool) -> list[Bits]:
     return list(dict.fromkeys(itertools.chain(*found)))
 
 
-def verdict(gains: Sequence[Gain]) -> str:
+SPEED = " With --prefer speed the other widths leave in floating point what does not get faster as bytes."
+
+
+def verdict(gains: Sequence[Gain], *, prefer: str = "widths") -> str:
     """Return one sentence: which widths are fastest here, how much faster than floating point, and what that costs.
 
-    A second one proposes 7-bit weights where they are faster than 8-bit ones by more than a bit is worth.
+    A second one proposes 7-bit weights where they are faster than 8-bit ones by more than a bit is worth, or to
+    prefer speed where floating point is fastest.
     """
     best = min(gains, key=lambda gain: gain.latency)
     name = str(Bits(best.weights, best.activations))
     text = f"{name} is fastest here: {1000 * best.latency:.2f} ms"
-    if best.speedup is not None and name != "FP":
+    if name == "FP":
+        slower = len(gains) > 1 and prefer != "speed"
+        return text + "." + (SPEED if slower else "") + _sevens(gains)
+    if best.speedup is not None:
         text += ", {:.2f} times as fast as floating point ({:.2f} to {:.2f})".format(*best.speedup)
     same, error = worst(best.losses)
     if same is not None:
@@ -192,7 +199,7 @@ def verdict(gains: Sequence[Gain]) -> str:
         _, error = worst([loss for loss in best.losses if loss.same is None])  # of outputs that decide nothing
     if error is not None:
         text += f"; its outputs are {100 * error:.1f}% away from those of floating point"
-    elif same is None and name != "FP":
+    elif same is None:
         text += "; what it costs is told with --input"
     return text + "." + _sevens(gains)
 

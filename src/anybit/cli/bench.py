@@ -63,9 +63,10 @@ def bench(
         ready(1)
         advance = start("rounds", steps_of(pairs, rounds, len(feeds)))
         gains = run(session, pairs, rounds=rounds, data=labelled, inputs=feeds, on_step=lambda: advance(1))
+    said = verdict(gains, prefer=prefer)
     record = {
         "master": master.name, "threads": threads, "rounds": rounds, "data": data, "inputs": len(feeds),
-        "prefer": prefer, "verdict": verdict(gains),
+        "prefer": prefer, "verdict": said,
         "rows": [dataclasses.asdict(gain) for gain in gains], "origin": origin(),
     }  # fmt: skip
     if out is not None:
@@ -74,7 +75,7 @@ def bench(
         typer.echo(json.dumps(record, indent=1))
         return
     console.print(_table(gains, f"{master}, {threads} thread(s)"))
-    console.print(verdict(gains), highlight=False, markup=False, soft_wrap=True)
+    console.print(said, highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(gains: Sequence[Gain], title: str) -> Table:
