@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,14 @@ def test_runs_are_timed_in_turns_by_the_clock_that_is_given() -> None:
 
     runs = {"slow": lambda: run("slow", 3.0), "fast": lambda: run("fast", 1.0)}
     assert interleaved(runs, rounds=2, clock=lambda: now[0]) == {"slow": [3.0, 3.0], "fast": [1.0, 1.0]}
-    assert order == ["slow", "fast"] * 3  # the first time warms up
+    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["fast", "slow"]] * 3  # the first time warms up
     assert len(interleaved(runs, rounds=99, seconds=0, clock=lambda: now[0])["slow"]) == prefer.FEWEST
+
+
+def test_each_form_is_timed_after_every_other_one() -> None:
+    order: list[str] = []
+    interleaved({name: lambda name=name: order.append(name) for name in "abc"}, rounds=50)
+    assert {*pairwise(order[3:])} == {(a, b) for a in "abc" for b in "abc"}
 
 
 def test_forms_differ_in_activations_only(tmp_path: Path) -> None:

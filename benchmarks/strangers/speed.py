@@ -3,12 +3,12 @@
     python benchmarks/strangers/speed.py                 # all files, one process each
     python benchmarks/strangers/speed.py magika silero   # some
 
-One thread. Every round runs each form of the network once on the same input, and the clock is the thread's own, which
-does not count what other programs take: a busy machine slows all forms alike. A ratio is the median of those within a
-round, with its quartiles. `quantize_static` is its file per channel as it comes, and with sums exact where the
-processor needs that for right answers (as anybit's 8-bit sessions are). Masters are made without
-helpers and from few inputs: that changes numbers and no kernel. Each row goes to
-results/strangers-speed.json as it comes; rows of files that were not asked for stay there.
+One thread. In every round each form of the network has a turn, in an order of its own: three inputs in a row, as a
+session runs that is in use. The clock is the thread's own, which does not count what other programs take: a busy
+machine slows all forms alike. A ratio is the median of those within a round, with its quartiles. `quantize_static` is
+its file per channel as it comes, and with sums exact where the processor needs that for right answers (as anybit's
+8-bit sessions are). Masters are made without helpers and from few inputs: that changes numbers and no kernel. Each row
+goes to results/strangers-speed.json as it comes; rows of files that were not asked for stay there.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rich.table import Table
 from task import Feed, Run
 
 import anybit
+from anybit.artifact.prefer import interleaved
 from anybit.artifact.runtime import sums_saturate
 from anybit.common.files import read_json, write_json
 from anybit.common.provenance import origin
@@ -40,8 +41,8 @@ WIDTHS = {
     "W4A8": (4, 8, "widths"), "W4A8 prefer speed": (4, 8, "speed"),
 }  # fmt: skip
 FORMS = (*WIDTHS, "quantize_static", "quantize_static exact")
-ROUNDS, SECONDS, INPUTS = 60, 20.0, 3
-"""How often each form runs, after how long there is no further round past the 15th, and how many inputs calibrate."""
+ROUNDS, FEWEST, SECONDS, INPUTS = 1000, 7, 20.0, 3
+"""Rounds at most and at least, how long they may take in all, and how many inputs calibrate and are timed."""
 
 
 def forms_of(name: str, folder: Path) -> tuple[dict[str, Run], dict[str, str], list[Feed]]:
@@ -72,30 +73,16 @@ def forms_of(name: str, folder: Path) -> tuple[dict[str, Run], dict[str, str], l
     return runs, reasons, feeds
 
 
-def interleaved(runs: dict[str, Run], feeds: list[Feed]) -> dict[str, list[float]]:
-    """Return seconds of every form, round after round, each round on another input."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run(feeds[0])  # the first run allocates
-    begin = time.perf_counter()
-    for index in range(ROUNDS):
-        for name, run in runs.items():
-            before = time.thread_time()
-            run(feeds[index % len(feeds)])
-            times[name].append(time.thread_time() - before)
-        if time.perf_counter() - begin > SECONDS and index >= 14:
-            break
-    return times
-
-
 def timed(name: str, keep: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as passing:
         folder = Path(passing) if keep is None else keep / name
         folder.mkdir(parents=True, exist_ok=True)
         runs, reasons, feeds = forms_of(name, folder)
-        times = interleaved(runs, feeds)
+        turns = {form: lambda run=run: [run(feed) for feed in feeds] for form, run in runs.items()}
+        times = interleaved(turns, rounds=ROUNDS, fewest=FEWEST, seconds=SECONDS, clock=time.thread_time)
     base = times["float"]
-    row: dict[str, Any] = {"file": name, "float_ms": 1e3 * statistics.median(base), "rounds": len(base), **reasons}
+    each_ms = 1e3 * statistics.median(base) / len(feeds)
+    row: dict[str, Any] = {"file": name, "float_ms": each_ms, "rounds": len(base), **reasons}
     for form in (form for form in times if form != "float"):
         each = [b / t for b, t in zip(base, times[form], strict=True)]
         low, middle, high = statistics.quantiles(each, n=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -140,10 +141,11 @@ def _timed(
     rounds: int,
     on_step: Callable[[], None],
 ) -> dict[tuple[Bits, int], list[float]]:
-    """Return the seconds of every round, by pair and batch; a round before the first one warms up."""
+    """Return the seconds of every round, by pair and batch, each in its own order; one before the first warms up."""
     taken: dict[tuple[Bits, int], list[float]] = {(bits, n): [] for bits in pairs for n in feeds}
+    orders = random.Random(0)
     for i in range(rounds + 1):
-        for bits in pairs:
+        for bits in orders.sample(list(pairs), len(pairs)):
             session.set_bits(weights=bits.weights, activations=bits.activations)
             for n, feed in feeds.items():
                 start = time.perf_counter()

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -105,22 +106,24 @@ def interleaved(
     *,
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
+    fewest: int = FEWEST,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
     """Return the seconds of every run, in turns after one that warms up; five rounds at least, if so many are wanted.
 
-    A run on one thread is best timed by `time.thread_time`, which does not count what other programs take.
+    A run on one thread is best timed by `time.thread_time`, which does not count what other programs take. Each round
+    has an order of its own: what runs after its like finds more of what it needs in the caches.
     """
     times: Times = {name: [] for name in runs}
     for run in runs.values():
         run()
-    begin = time.perf_counter()
+    begin, orders = time.perf_counter(), random.Random(0)
     for i in range(rounds):
-        if i >= FEWEST and time.perf_counter() - begin > seconds:
+        if i >= fewest and time.perf_counter() - begin > seconds:
             break
-        for name, run in runs.items():
+        for name in orders.sample(list(runs), len(runs)):
             start = clock()
-            run()
+            runs[name]()
             times[name].append(clock() - start)
     return times
 
