@@ -72,7 +72,7 @@ TOOLS = (
     ),
     Tool("onnxruntime", "ort_static.py", BOTH),
     Tool("torchao PT2E", "torchao_pt2e.py", BOTH, ("torchao==0.18.0",)),
-    Tool("NNCF", "nncf_torch.py", BOTH, ("nncf==3.4",)),
+    Tool("NNCF", "nncf_torch.py", BOTH, ("nncf==3.4", "torchao==0.18.0")),
     Tool(
         "MCT",
         "mct_torch.py",

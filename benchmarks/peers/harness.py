@@ -37,6 +37,8 @@ from anybit.task.checkpoint import load_model
 
 BATCH = 128
 TIMED = 64
+"""Images at a time where forward passes are timed or only the answers count; tools calibrate with `BATCH`."""
+
 EXPORTED = 512
 """Images on which an exported file is compared with the simulation."""
 
@@ -114,7 +116,7 @@ def run_file(path: Path) -> Callable[[Tensor], Tensor]:
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     (name,) = [value.name for value in session.get_inputs()]
-    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+    return lambda x: torch.from_numpy(session.run(None, {name: x.contiguous().numpy()})[0])
 
 
 def to_onnx(network: nn.Module, path: Path) -> None:
@@ -129,8 +131,9 @@ def to_onnx(network: nn.Module, path: Path) -> None:
 
 @torch.no_grad()
 def answers(network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the class that the network sees in each image."""
-    return torch.cat([network(part).argmax(1) for part in x.split(BATCH)])
+    """Return the class that the network sees in each image; what it sees it in is laid out for speed."""
+    parts = x.contiguous(memory_format=torch.channels_last).split(TIMED)
+    return torch.cat([network(part).argmax(1) for part in parts])
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ def setting(*, per_channel: bool) -> Setting:
             )  # fmt: skip
 
             def export(path: Path) -> None:
-                to_onnx(nncf.strip(network), path)
+                to_onnx(nncf.strip(network, example_input=job.x[:2]), path)
 
             return Made(network, export)
 
