@@ -87,7 +87,7 @@ def changed(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("version", 5, "version is 5, this anybit reads up to 4; update"),
+        ("version", 6, "version is 6, this anybit reads up to 5; update"),
         ("version", 2, "unknown field 'plan'"),
         ("version", 0, "version must be a whole number from 1 on"),
         ("data", {"file": "x", "bytes": 1}, "data: field 'sha256' is missing"),

@@ -477,6 +477,10 @@ def clipped_scale(row: Array, bits: int) -> float:
     return float(found[1][1] if found[1][0] < found[0][0] else found[0][1])
 
 
+ACTIVATIONS = 8
+"""The width of activations in every export here."""
+
+
 class Reader:
     """A master as docs/format.md describes it."""
 
@@ -487,7 +491,7 @@ class Reader:
         (digest,) = [entry.value for entry in model.metadata_props if entry.key == "anybit.digest"]
         assert digest == digest_of(data, text)
         self.header = json.loads(text)
-        assert self.header["version"] == 4
+        assert self.header["version"] == 5
         plan = self.header["plan"]
         self.weights = [point for point in plan["points"] if point["kind"] == "weight"]
         self.activations = [point for point in plan["points"] if point["kind"] != "weight"]
@@ -515,8 +519,8 @@ class Reader:
         return entry.get("symmetric", True) or (entry.get("centred", False) and bits == 8)
 
     def grid(self, entry: dict[str, Any], weight: Array, bits: int) -> Scale:
-        bits = self.width(entry, bits)
-        if (own := self.fitted(entry, weight, bits)) is not None and own[0]:
+        own, bits = self.fitted(entry, weight, bits), self.width(entry, bits)
+        if own is not None and own[0]:
             scale, zero = (self.along(entry, np.frombuffer(part, "<f4"), weight.ndim) for part in own[:2])
             whole = grid_of(np.float32(-1), np.float32(1), bits, symmetric=self.symmetric(entry, bits), signed=True)
             return dataclasses.replace(whole, scale=scale, zero=zero)
@@ -535,13 +539,13 @@ class Reader:
 
     @staticmethod
     def fitted(entry: dict[str, Any], weight: Array, bits: int) -> list[bytes] | None:
-        """Scale, zero and ranks of a width that was fitted to data, if the weight is still the one that it was."""
+        """Scale, zero and ranks of a pair that was fitted to data, if the weight is still the one that it was."""
         mark = zlib.crc32(np.ascontiguousarray(weight, "<f4").tobytes())
-        found = [own for own in entry.get("rounded", []) if own[0] == bits and own[1] == mark]
-        return [base64.b64decode(part) for part in found[0][2:]] if found else None
+        found = [own for own in entry.get("rounded", []) if own[:3] == [bits, ACTIVATIONS, mark]]
+        return [base64.b64decode(part) for part in found[0][3:]] if found else None
 
     def codes(self, entry: dict[str, Any], weight: Array, grid: Scale, bits: int) -> Array:
-        if (own := self.fitted(entry, weight, self.width(entry, bits))) is not None and own[2]:
+        if (own := self.fitted(entry, weight, bits)) is not None and own[2]:
             planes = np.frombuffer(zlib.decompress(own[2]), np.uint8).reshape(-1, -(-weight.size // 8))
             flags = np.unpackbits(planes, axis=1)[:, : weight.size].astype(int)
             rank = (flags << np.arange(len(flags))[:, None]).sum(0).reshape(weight.shape)
@@ -558,14 +562,12 @@ class Reader:
         low, high = ranges.get(bits, ranges.get(32, (0, 0)))
         return grid_of(low, high, bits, symmetric=entry.get("symmetric", True), signed=low < 0)
 
-    def bias(self, entry: dict[str, Any], error: Array, bits: int, of_input: int) -> Array:
+    def bias(self, entry: dict[str, Any], error: Array, bits: int) -> Array:
         bias = self.held[entry.get("tensor", entry["name"])]
         (weight,) = [point for point in self.weights if point["name"] == entry["weight"]]
-        bits = self.width(weight, bits)
         if self.fitted(weight, self.weight(weight), bits) is not None:
-            shifts = [(abs(own[1] - of_input), -own[1], own[2]) for own in entry.get("shifts", []) if own[0] == bits]
-            if shifts:
-                return bias + np.frombuffer(base64.b64decode(min(shifts)[2]), "<f4")
+            for _, _, values in (own for own in entry.get("shifts", []) if own[:2] == [bits, ACTIVATIONS]):
+                return bias + np.frombuffer(base64.b64decode(values), "<f4")
         if "mean" not in entry:
             return bias
         mean, groups = np.array(entry["mean"], np.float32), weight.get("groups", 1)
@@ -640,7 +642,7 @@ def test_the_reader_knows_widths_that_were_fitted_to_data(preset: str, tmp_path:
     master = tmp_path / "master.onnx"
     anybit.save(net, master)
     reader = Reader(master)
-    assert any(own[4] for entry in reader.weights for own in entry.get("rounded", []))
+    assert any(own[5] for entry in reader.weights for own in entry.get("rounded", []))
     assert any(entry.get("shifts") for entry in reader.biases)
     for bits in (4, 5):
         anybit.export(master, tmp_path / "out.onnx", weights=bits, activations=8)
@@ -652,7 +654,6 @@ def test_the_reader_knows_widths_that_were_fitted_to_data(preset: str, tmp_path:
 def compare(reader: Reader, out: dict[str, Array], bits: int) -> None:
     """Compare what the reader makes of a master with the tensors of an exported file."""
     grids: dict[str, Scale] = {}
-    widths: dict[str, int] = {}
     errors: dict[str, Array] = {}
     for entry in reader.weights:
         name, weight = entry.get("tensor", entry["name"]), reader.weight(entry)
@@ -668,8 +669,8 @@ def compare(reader: Reader, out: dict[str, Array], bits: int) -> None:
         np.testing.assert_array_equal(found - zero, codes - grid.zero)
         grids[entry["name"]], errors[entry["name"]] = grid, grid.values(codes) - weight
     for entry in reader.activations:
-        value, grid = entry.get("value", entry["name"]), reader.activation(entry, 8)
-        grids[entry["name"]], widths[entry["name"]] = grid, reader.width(entry, 8)
+        value, grid = entry.get("value", entry["name"]), reader.activation(entry, ACTIVATIONS)
+        grids[entry["name"]] = grid
         offset = 128 if grid.lowest < 0 else 0
         assert out[f"{value}.scale"] == grid.scale
         assert out[f"{value}.zero"] == grid.zero + offset
@@ -678,7 +679,7 @@ def compare(reader: Reader, out: dict[str, Array], bits: int) -> None:
     assert len(reader.biases) == len(reader.weights)
     for entry in reader.biases:
         tensor = entry.get("tensor", entry["name"])
-        bias = reader.bias(entry, errors[entry["weight"]], bits, widths[entry["input"]])
+        bias = reader.bias(entry, errors[entry["weight"]], bits)
         scale = grids[entry["weight"]].scale.ravel()
         unit = grids[entry["input"]].scale * np.tile(scale, len(bias) // scale.size)
         codes = np.rint(bias / unit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from anybit.plan.extras import Rounded, Shift, pack, rebased, unpack, unpack_ran
 from anybit.plan.grid import Grid, quantize
 from anybit.plan.points import Weight
 from anybit.plan.reconstruct import Seen, descend, feed_back, grouped, round_weight
-from anybit.spec import QuantSpec
+from anybit.spec import Bits, QuantSpec
 
 WIDTHS = [(3, 8), (4, 4)]
 
@@ -238,7 +239,7 @@ def test_unpacking_gives_back_what_was_packed(seed: int, bits: int, symmetric: b
     grid = Grid(np.abs(draw.normal(size=(3, 1))).astype(np.float32) + np.float32(0.01), zero, low, high)
     near = quantize(weight, grid)
     codes = np.clip(near + draw.integers(-5, 6, weight.shape), low, high)
-    packed = pack(weight, codes, grid, bits)
+    packed = pack(weight, codes, grid, Bits(bits, 8))
     assert np.array_equal(unpack(packed, weight, packed.grid(2, spec)), codes)
     half = weight.astype(np.float16).astype(np.float32)
     other = rebased(packed, weight, half, spec)
@@ -249,9 +250,9 @@ def test_a_weight_takes_about_a_bit_a_width() -> None:
     weight, _, seen = problem(0, outs=64, ins=96)
     how = Weight("w", axis=0, shape=weight.shape)
     found = round_weight(weight, how, 3, Seen.of([seen], centred=True))
-    own = pack(weight, found.codes, found.grid, 3)
+    own = pack(weight, found.codes, found.grid, Bits(3, 8))
     assert len(own.ranks) * 8 < 1.5 * weight.size
-    assert np.array_equal(encode(weight, replace(how, rounded=(own,)), 3).values, found.codes.astype(np.int8))
+    assert np.array_equal(encode(weight, how, 3, own=own).values, found.codes.astype(np.int8))
 
 
 def test_bytes_that_are_no_ranks_are_refused_and_bombs_stay_small() -> None:
@@ -284,7 +285,7 @@ def test_fitted_widths_have_less_error_on_other_inputs(
     assert all(new < 0.8 * old for old, new in zip(before, after, strict=True)), (before, after)
     net.set_bits(weights=5, activations=6)
     assert all(np.array_equal(net.numbers().codes(n).values, v) for n, v in untouched.items())
-    assert "rounding of its own at 3 bits: 11 of 11 weights" in str(plan)
+    assert "rounding of its own at W3A8: 11 of 11 weights" in str(plan)
     # Ranges that inputs have told for each width stay.
     assert ("reconstruction" in plan.table(plan.widths(anybit.Bits(4, 4)))) == ("method" in options)
     anybit.save(net, tmp_path / "net.onnx")
@@ -297,6 +298,54 @@ def test_fitted_widths_have_less_error_on_other_inputs(
             want = net(data[:4]).numpy()
         far = np.abs(session.run(data[:4].numpy()) - want) > 1e-4 * np.abs(want).max()
         assert far.mean() < 0.1
+
+
+def outputs(net: Any, x: Tensor, pairs: Any, **options: Any) -> dict[Any, Tensor]:
+    found = {}
+    for pair in pairs:
+        net.set_bits(pair, **options)
+        with torch.no_grad():
+            found[pair] = net(x)
+    return found
+
+
+def test_each_pair_is_fitted_as_if_alone_and_no_other_one_changes(model: nn.Module, data: Tensor) -> None:
+    # Some layers keep 8 bits, and so have the same widths at several pairs.
+    net = prepared(model, data, sensitive="8-bit")
+    names = [weight.name for weight in net.plan.weights]
+    floors = dict.fromkeys(names[-3:], 8)
+    points = (replace(p, floor=floors[p.name]) if p.name in floors else p for p in net.plan.points)
+    net.plan = replace(net.plan, points=tuple(points))
+    pairs, others = ["W4A8", "W4A4", "W3A4", "W8A8"], ["W8A6", "W5A8", "W2A8", "W4A6"]
+    alone = {}
+    for pair in pairs:
+        one = copy.deepcopy(net)
+        anybit.reconstruct(one, [data[:64]], [pair])
+        alone |= outputs(one, data[64:], [pair])
+    before = outputs(net, data[64:], others)
+    anybit.reconstruct(net, [data[:64]], pairs)
+    for found, want in ((outputs(net, data[64:], pairs), alone), (outputs(net, data[64:], others), before)):
+        assert all(torch.equal(found[pair], want[pair]) for pair in want)
+    assert not torch.equal(outputs(net, data[64:], ["W4A8"])["W4A8"], outputs(net, data[64:], ["W8A8"])["W8A8"])
+    plan = net.plan
+    anybit.reconstruct(net, [data[:64]], ["W4A4"])  # again, in the place of what was there
+    assert net.plan.at(Bits(4, 4), tensors={}).key == plan.at(Bits(4, 4), tensors={}).key
+    assert {r.pair for w in net.plan.weights for r in w.rounded} == {Bits.parse(pair) for pair in pairs}
+    assert all(len(w.rounded) == len(pairs) for w in net.plan.weights)
+
+
+def test_a_layer_with_a_width_of_its_own_has_what_was_fitted_for_that(model: nn.Module, data: Tensor) -> None:
+    net = prepared(model, data)
+    anybit.reconstruct(net, [data[:64]], ["W3A8"])
+    names = [weight.name for weight in net.plan.weights]
+    net.set_bits("W3A8")
+    codes = {name: net.numbers().codes(name).values for name in names}
+    net.set_bits("W8A8", layers={names[1]: (3, 8), names[2]: (3, 4)})
+    numbers = net.numbers()
+    assert np.array_equal(numbers.codes(names[1]).values, codes[names[1]])
+    plain = encode(net.weights[names[2]].detach().numpy(), net.plan.weight(names[2]), 3)
+    assert np.array_equal(numbers.codes(names[2]).values, plain.values)
+    assert not np.array_equal(plain.values, codes[names[2]])
 
 
 @pytest.mark.parametrize("store", ["fp32", "fp16", "int8"])
@@ -336,7 +385,7 @@ def test_weights_that_change_are_rounded_to_nearest_again(fitted: Any, data: Ten
     before = net.numbers().codes(name).values
     with torch.no_grad():
         net.weights[name].mul_(1.0625)
-    plain = encode(net.weights[name].detach().numpy(), replace(net.plan.weight(name), rounded=()), 3)
+    plain = encode(net.weights[name].detach().numpy(), net.plan.weight(name), 3)
     net(data[:2])
     assert np.array_equal(net.numbers().codes(name).values, plain.values)
     assert not np.array_equal(plain.values, before)
@@ -388,7 +437,7 @@ def test_a_file_whose_extras_do_not_fit_is_refused(fitted: Any, kind: str, tmp_p
             for p in net.plan.points
         ]
         net._plan = replace(net.plan, points=tuple(points))
-    with pytest.raises(FileError, match=r"wide\.weight': rounded at 3 bits|a shift must be"):
+    with pytest.raises(FileError, match=r"wide\.weight': rounded at W3A8|a shift must be"):
         anybit.save(net, tmp_path / "net.onnx")
     assert not (tmp_path / "net.onnx").exists()
 
@@ -396,11 +445,27 @@ def test_a_file_whose_extras_do_not_fit_is_refused(fitted: Any, kind: str, tmp_p
 def test_extras_of_the_wrong_form_are_refused() -> None:
     from anybit.plan.text import plan_from_values, plan_to_values
 
-    plan = anybit.artifact.master.Plan((Weight("a", rounded=(Rounded(3, 7),)),))  # type: ignore[attr-defined]
+    plan = anybit.artifact.master.Plan((Weight("a", rounded=(Rounded(3, 8, 7),)),))  # type: ignore[attr-defined]
     values = plan_to_values(plan)
     assert plan_from_values(values, where="x") == plan
-    for bad in ([[3, 7]], [[3, -1, "", "", ""]], [[3, 7, "!", "", ""]], [[1, 7, "", "", ""]], [[3, 7, "", "", ""]] * 2,
-                [[3, 7, "AAAA", "", ""]], "x"):  # fmt: skip
+    for bad in ([[3, 8, 7]], [[3, 8, -1, "", "", ""]], [[3, 8, 7, "!", "", ""]], [[1, 8, 7, "", "", ""]],
+                [[3, 1, 7, "", "", ""]], [[3, 8, 7, "", "", ""]] * 2, [[3, 8, 7, "AAAA", "", ""]], "x"):  # fmt: skip
         values["points"][0]["rounded"] = bad
         with pytest.raises(FileError, match=r"points\[0\]\.rounded|points\[0\]: "):
             plan_from_values(values, where="x")
+
+
+def test_what_older_files_say_of_single_layers_is_left_out(fitted: Any) -> None:
+    from anybit.artifact.header import Header, read_header, write_header
+
+    values = json.loads(write_header(Header(fitted.plan)))
+    for entry in (*values["plan"]["points"], *values["plan"]["biases"]):
+        for key in {"rounded", "shifts"} & entry.keys():
+            entry[key] = [row[:1] + row[2:] if key == "rounded" else row for row in entry[key]]
+    plan = read_header(json.dumps(values | {"version": 4}), where="x").plan
+    assert [p.name for p in plan.points] == [p.name for p in fitted.plan.points]
+    assert not any(w.rounded for w in plan.weights)
+    assert not any(bias.shifts for bias in plan.biases)
+    for odd in ({"points": 3}, {"points": [3], "biases": {}}, 7):
+        with pytest.raises(FileError, match="x: plan"):
+            read_header(json.dumps(values | {"version": 4, "plan": odd}), where="x")

@@ -112,12 +112,12 @@ def check_extras(weight: Weight, biases: Iterable[Bias], shape: tuple[int, ...],
     """Refuse what a width has of its own if it does not fit the weight and its biases."""
     scales = 1 if weight.axis is None else shape[weight.axis]
     for rounded in weight.rounded:
-        spot = f"{where}: weight {weight.name[:60]!r}: rounded at {rounded.bits} bits"
+        spot = f"{where}: weight {weight.name[:60]!r}: rounded at {rounded.pair}"
         if not rounded.scale:
             continue
         if len(rounded.scale) != 4 * scales:
             raise FileError(f"{spot}: {scales} scales are expected, got {len(rounded.scale) // 4}")
-        grid = rounded.grid(len(shape), weight.spec(rounded.bits))
+        grid = rounded.grid(len(shape), weight.spec(max(rounded.weights, weight.floor)))
         with np.errstate(invalid="ignore"):
             whole = (grid.zero == np.rint(grid.zero)) & (grid.zero >= grid.low) & (grid.zero <= grid.high)
         if not (is_finite(grid.scale) and (grid.scale >= np.finfo(np.float32).tiny).all() and whole.all()):

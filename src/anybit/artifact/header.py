@@ -3,7 +3,7 @@
     anybit          the header below, as JSON
     anybit.digest   SHA-256 over the graph and the header, so that a damaged file is noticed before it is used
 
-    {"version": 4, "store": "fp32", "plan": {...}, "about": {...}}
+    {"version": 5, "store": "fp32", "plan": {...}, "about": {...}}
 
 The plan names tensors and values of the graph. `about` is for people: where the file came from, how the network was
 trained, what was measured. A master in two files says in `data` which one the second is. Reading is strict: an unknown,
@@ -24,7 +24,7 @@ from anybit.errors import FileError, SpecError
 from anybit.plan.points import Plan
 from anybit.plan.text import entry, is_whole, plan_from_old, plan_from_values, plan_to_values, same_keys
 
-VERSION = 4
+VERSION = 5
 """What is written; 1 (in one file), 2 (in two) and 3 (no width has anything of its own) are read."""
 
 KEY, DIGEST = "anybit", "anybit.digest"
@@ -67,7 +67,7 @@ def write_header(header: Header) -> str:
     """Return the header as JSON.
 
     >>> write_header(Header(Plan()))
-    '{"version": 4, "store": "fp32", "plan": {"points": [], "biases": [], "left": []}, "about": {}}'
+    '{"version": 5, "store": "fp32", "plan": {"points": [], "biases": [], "left": []}, "about": {}}'
     """
     values: dict[str, Any] = {"version": VERSION, "store": header.store, "plan": plan_to_values(header.plan)}
     last = {} if header.data is None else {"data": dataclasses.asdict(header.data)}
@@ -99,7 +99,8 @@ def read_header(text: str, *, where: str) -> Header:
     if not isinstance(values["about"], dict):
         raise FileError(f"{where}: about must be a JSON object, got {quoted(values['about'])}")
     if version >= 3:
-        plan = plan_from_values(values["plan"], where=f"{where}: plan")
+        own = values["plan"] if version >= 5 else _without_extras(values["plan"])
+        plan = plan_from_values(own, where=f"{where}: plan")
     else:
         plan = plan_from_old(values, where=where)
     data = entry(Data, values["data"], f"{where}: data") if "data" in values else None
@@ -107,3 +108,13 @@ def read_header(text: str, *, where: str) -> Header:
         return Header(plan, store=values["store"], about=values["about"], data=data)
     except SpecError as error:
         raise FileError(f"{where}: {error}") from error
+
+
+def _without_extras(plan: Any) -> Any:
+    """Return the plan of an older version without what widths had of their own: its keys did not tell which pair."""
+    lists = [plan.get(part) for part in ("points", "biases")] if isinstance(plan, dict) else []
+    for values in (values for found in lists if isinstance(found, list) for values in found):
+        if isinstance(values, dict):
+            values.pop("rounded", None)
+            values.pop("shifts", None)
+    return plan

@@ -138,7 +138,9 @@ def _for_stored(header: Header, model: OnnxModel, kept: OnnxModel) -> Header:
     for i, point in enumerate(points):
         if isinstance(point, Weight) and point.rounded:
             old, new = np.asarray(model.array(before[point.place]), np.float32), after[point.name]
-            own = (rebased(rounded, old, new, point.spec(rounded.bits)) for rounded in point.rounded)
+            own = (
+                rebased(rounded, old, new, point.spec(max(rounded.weights, point.floor))) for rounded in point.rounded
+            )
             points[i] = replace(point, rounded=tuple(own))
     return replace(header, plan=replace(header.plan, points=tuple(points)))
 

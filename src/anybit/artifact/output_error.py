@@ -84,7 +84,9 @@ def error_at(master: Master, inputs: Iterable[Any], bits: Bits, layers: LayerWid
     """Return the squared error of the outputs at some widths, relative to how far they spread."""
     feeds = list(feeds_of(master, inputs))
     exact = outputs_at(master, feeds, dict.fromkeys(master.plan.widths(Bits()), FLOAT))
-    return sum(relative_errors(exact, outputs_at(master, feeds, master.plan.widths(bits, layers))))
+    plan = master.plan
+    found = outputs_at(master, feeds, plan.widths(bits, layers), asked=plan.asked(bits, layers))
+    return sum(relative_errors(exact, found))
 
 
 def outputs_at(
@@ -93,9 +95,10 @@ def outputs_at(
     widths: Widths,
     kept: Kept | None = None,
     names: Sequence[str] = (),
+    asked: Mapping[str, Bits] | None = None,
 ) -> list[Array]:
     """Return every output over all inputs, or other values."""
-    run = runner(master, master.plan, widths, names or master.outputs, kept)
+    run = runner(master, master.plan, widths, names or master.outputs, kept, asked=asked)
     made: dict[str, list[Array]] = {}
     for feed in feeds:
         for name, value in run(feed).items():

@@ -80,16 +80,16 @@ def reconstruct(
 ) -> Plan:
     """Give some widths rounding, ranges and biases of their own, found on a few hundred inputs, and return the plan.
 
-    All other widths stay as they are. The weights themselves do not change: the plan says for each of these widths
-    which way every weight rounds, which takes about a bit a weight and a width in the file. Weights that change later,
-    by training, are rounded to nearest again.
+    Each pair of widths is fitted by itself, and all others round as before; a range below 8 bits that no inputs have
+    told holds for all pairs with those activations. The weights themselves do not change: the plan says for each of
+    these pairs which way every weight rounds, which takes about a bit a weight and a pair in the file. Weights that
+    change later, by training, are rounded to nearest again.
 
     Args:
         network: What `anybit.prepare` returned, whose plan is replaced; or the path of a master.
         inputs: Batches of inputs as for calibration, 64 to 512 inputs in all, without labels (those of pairs are not
             looked at).
-        widths: Pairs (weights, activations), or texts such as "W4A8". Of several with the same weights the first
-            decides how these are rounded.
+        widths: Pairs (weights, activations), or texts such as "W4A8".
         out: Where to write the master, if `network` is one; by default it is replaced.
     """
     chosen = widths_of(widths) if widths else []
@@ -157,15 +157,17 @@ def runner(
     names: Sequence[str],
     kept: Kept | None = None,
     known: Collection[str] = (),
+    asked: Mapping[str, Bits] | None = None,
 ) -> Callable[[Feed], dict[str, Array]]:
     """Return what runs a master with these widths, no further than it must, and gives the values that are named.
 
-    Values that are `known` are given to it, and nothing in front of them is run.
+    Values that are `known` are given to it, and nothing in front of them is run. What weights have of their own for the
+    pairs that are `asked` for holds.
     """
     piece, used = cut(replace(master, header=replace(master.header, plan=plan)), names, known)
     # Weights that the piece does not have need no codes.
     apart = {weight.name: FLOAT for weight in plan.weights if weight.place not in used}
-    numbers = Numbers(plan, {**widths, **apart}, master.tensors, Kept(2**28) if kept is None else kept)
+    numbers = Numbers(plan, {**widths, **apart}, master.tensors, Kept(2**28) if kept is None else kept, asked or {})
     model, exact = quantized_graph(piece, numbers, packed=False)
     used = names_in(model.graph)
     model.set_initializers([tensor for tensor in model.graph.initializer if tensor.name in used])
@@ -198,8 +200,8 @@ class _Width:
     """The reconstruction of one width: a plan that grows layer by layer."""
 
     def __init__(self, master: Master, plan: Plan, bits: Bits, feeds: Sequence[Feed]) -> None:
-        self.master, self.plan, self.bits = master, plan, bits
-        self.widths = dict(plan.widths(bits))
+        self.master, self.plan, self.bits = master, _without(plan, bits), bits
+        self.widths, self.asked = dict(plan.widths(bits)), plan.asked(bits)
         self.now, self.exact = (Known(master.model.graph, feeds) for _ in range(2))
 
     def run(self, layers: list[Layer], advance: Advance) -> Plan:
@@ -248,7 +250,7 @@ class _Width:
         """Run all inputs, at the width (but for some points) and in floating point; yield the values named."""
         names = list(dict.fromkeys(names))
         widths = self.widths | dict.fromkeys(loose, FLOAT)
-        now = runner(self.master, self.plan, widths, names, known=self.now.names)
+        now = runner(self.master, self.plan, widths, names, known=self.now.names, asked=self.asked)
         exact = runner(self.master, self.plan, dict.fromkeys(widths, FLOAT), names, known=self.exact.names)
         for ours, theirs in zip(self.now, self.exact, strict=True):
             yield now(ours), exact(theirs)
@@ -290,29 +292,36 @@ class _Width:
         weight = np.asarray(self.master.weights[point.name], np.float32)
         bits = self.widths[point.name]
         biased, stacked = all(use.bias for use in layer.uses), layer.stacked
-        if not any(rounded.bits == bits for rounded in point.rounded):
-            own = Rounded(bits, mark_of(weight))
-            if bits < NARROW:
-                found = round_weight(weight, point, bits, Seen.of(seen, centred=biased), stacked=stacked)
-                own = pack(weight, found.codes, found.grid, bits)
-            point = replace(point, rounded=(*point.rounded, own))
-        self.plan = _with(self.plan, point)
-        rounded = encode(weight, point, bits).dequantized()
+        own = Rounded(self.bits.weights, self.bits.activations, mark_of(weight))
+        if bits < NARROW:
+            found = round_weight(weight, point, bits, Seen.of(seen, centred=biased), stacked=stacked)
+            own = pack(weight, found.codes, found.grid, self.bits)
+        self.plan = _with(self.plan, replace(point, rounded=(*point.rounded, own)))
+        rounded = encode(weight, point, bits, own=own if own.scale else None).dequantized()
         kernels, exact = (grouped(array, point, stacked=stacked) for array in (rounded, weight))
         for use, own_seen in zip(layer.uses, seen, strict=True):
             if use.bias:
                 bias = self.plan.bias(use.bias)
-                inputs = self.widths.get(bias.input, FLOAT)
-                shift = own_seen.shift(exact, kernels)
-                others = tuple(s for s in bias.shifts if (s.bits, s.inputs) != (bits, inputs))
-                new = Shift(bits, inputs, shift.astype("<f4").tobytes())
-                self.plan = _with(self.plan, replace(bias, shifts=(*others, new)))
+                shift = own_seen.shift(exact, kernels).astype("<f4").tobytes()
+                new = Shift(self.bits.weights, self.bits.activations, shift)
+                self.plan = _with(self.plan, replace(bias, shifts=(*bias.shifts, new)))
 
 
 def _inputs(weight: Weight) -> int:
     """Return of how many inputs an output is a sum."""
     outs = weight.shape[weight.channels] * (weight.groups if weight.channels else 1)
     return math.prod(weight.shape) // outs
+
+
+def _without(plan: Plan, pair: Bits) -> Plan:
+    """Return a plan without what was fitted to a pair of widths before."""
+
+    def others(extras: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(extra for extra in extras if extra.pair != pair)
+
+    points = (replace(p, rounded=others(p.rounded)) if isinstance(p, Weight) else p for p in plan.points)
+    biases = (replace(bias, shifts=others(bias.shifts)) for bias in plan.biases)
+    return replace(plan, points=tuple(points), biases=tuple(biases))
 
 
 def _with(plan: Plan, new: Weight | Bias) -> Plan:

@@ -48,7 +48,7 @@ class Compiled(NamedTuple):
     """A network at one width, ready to run, how many bytes its weights take, and which form of it this is."""
 
     bits: Bits
-    key: tuple[int, ...]
+    key: tuple[Any, ...]
     engine: Any
     nbytes: int
     form: str = ASKED
@@ -145,7 +145,7 @@ class Session:
         form = ASKED
         if prefer == "speed":
             form, numbers = self._fastest(numbers)
-        key, found = tuple(numbers.widths.values()), self._now
+        key, found = numbers.key, self._now
         if found.key != key:
             # One is compiled at a time; runs and switches to kept widths go on meanwhile.
             with contextlib.nullcontext() if key in self._kept else self._compiling:
@@ -177,7 +177,7 @@ class Session:
         runs = {form: functools.partial(engine.run, None, feed) for form, engine in engines.items()}
         return interleaved(runs, clock=time.thread_time if self._threads == 1 else time.perf_counter)
 
-    def _compile(self, bits: Bits, key: tuple[int, ...], numbers: Numbers) -> Compiled:
+    def _compile(self, bits: Bits, key: tuple[Any, ...], numbers: Numbers) -> Compiled:
         return Compiled(bits, key, *self._engine(numbers))
 
     def _engine(self, numbers: Numbers) -> tuple[Any, int]:

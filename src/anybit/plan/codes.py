@@ -15,7 +15,7 @@ from anybit.plan.grid import Grid, bias_codes, bias_units, fits, mean_shift, min
 from anybit.plan.points import Weight
 from anybit.plan.rows import BLOCK, as_rows, blocks
 from anybit.plan.sums import squant
-from anybit.spec import QuantSpec
+from anybit.spec import Bits, QuantSpec
 
 Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.integer[Any]]
@@ -153,13 +153,14 @@ class Nearest:
             np.clip(to, self.grid.low, self.grid.high, out=to)
 
 
-def round_weight(weight: Floats, how: Weight, bits: int, ends: Ends | None = None) -> Codes | Nearest:
+def round_weight(
+    weight: Floats, how: Weight, bits: int, ends: Ends | None = None, own: Rounded | None = None
+) -> Codes | Nearest:
     """Put a weight on its grid: to the nearest codes or keeping sums, over its whole range or clipped.
 
-    `ends` are its `limits`, for callers that have them.
+    `ends` are its `limits`, for callers that have them; `own` is what it has of its own, where that holds.
     """
     spec = how.spec(bits)
-    own = rounded_at(how, weight, bits)
     found = own is not None and bool(own.scale)
     grid = own.grid(weight.ndim, spec) if own and found else weight_grid(*(ends or limits(weight, how, bits)), spec)
     if own and found:
@@ -173,19 +174,19 @@ def round_weight(weight: Floats, how: Weight, bits: int, ends: Ends | None = Non
     return _codes((codes - codes.dtype.type(middle) if middle else codes).astype(_kind(bits)), grid, spec)
 
 
-def encode(weight: Floats, how: Weight, bits: int, ends: Ends | None = None) -> Codes:
+def encode(weight: Floats, how: Weight, bits: int, ends: Ends | None = None, own: Rounded | None = None) -> Codes:
     """Return the codes of a weight on its grid.
 
     >>> encode(np.array([-3.0, 1.6, 3.0], np.float32), Weight("a"), 3).values.tolist()
     [-3, 2, 3]
     """
-    found = round_weight(weight, how, bits, ends)
+    found = round_weight(weight, how, bits, ends, own)
     return found if isinstance(found, Codes) else found.codes()
 
 
-def rounded_at(how: Weight, weight: Floats, bits: int) -> Rounded | None:
-    """Return what a weight has of its own at a width, unless it has changed since that was found."""
-    found = next((rounded for rounded in how.rounded if rounded.bits == bits), None)
+def rounded_at(how: Weight, weight: Floats, pair: Bits | None) -> Rounded | None:
+    """Return what a weight has of its own at a pair of widths, unless it has changed since that was found."""
+    found = how.own(pair)
     return found if found is not None and found.mark == mark_of(weight) else None
 
 

@@ -1,4 +1,7 @@
-"""What a width has of its own, beyond the shared weights: which way each weight rounds, its grid, shifts of biases.
+"""What a pair of widths has of its own: which way each weight rounds, its grid, shifts of biases.
+
+It holds where that very pair was asked for, for all layers or for this one, and nowhere else: it makes up for what the
+layers in front do at those widths.
 
 A weight's codes are stored as ranks: 0 is the code nearest to the weight, 1 its other neighbour, 2 the next one on the
 nearest code's side, and so on. Most are 0 and nearly all others 1, so that bit planes, packed and compressed, take less
@@ -17,7 +20,7 @@ import numpy.typing as npt
 
 from anybit.errors import SpecError
 from anybit.plan.grid import Grid, quantize
-from anybit.spec import QuantSpec, check_width
+from anybit.spec import Bits, QuantSpec, check_width
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
@@ -27,22 +30,29 @@ MOST_PLANES = 8
 
 @dataclass(frozen=True)
 class Rounded:
-    """How a weight is rounded at one width, if `mark` is that of the weight: else it has changed since.
+    """How a weight is rounded at one pair of widths, if `mark` is that of the weight: else it has changed since.
 
     `scale` and `zero` are its grid there, as bytes of float32; `ranks` are packed and compressed. Without a scale the
     weight is rounded as at any width, and only the bias has something of its own.
     """
 
-    bits: int
+    weights: int
+    activations: int
     mark: int
     scale: bytes = b""
     zero: bytes = b""
     ranks: bytes = b""
 
     def __post_init__(self) -> None:
-        check_width(self.bits)
+        check_width(self.weights)
+        check_width(self.activations)
         if len(self.scale) != len(self.zero) or len(self.scale) % 4 or bool(self.scale) != bool(self.ranks):
             raise SpecError("scale, zero and ranks of a rounded weight do not go together")
+
+    @property
+    def pair(self) -> Bits:
+        """The widths that it was found for. A layer that keeps more bits rounds its weight at those."""
+        return Bits(self.weights, self.activations)
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +68,20 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Shift:
-    """What is added to a layer's bias where its weight and its input have these widths, as bytes of float32."""
+    """What is added to a layer's bias at one pair of widths, as bytes of float32."""
 
-    bits: int
-    inputs: int
+    weights: int
+    activations: int
     values: bytes
 
     def __post_init__(self) -> None:
-        check_width(self.bits)
-        check_width(self.inputs)
+        check_width(self.weights)
+        check_width(self.activations)
+
+    @property
+    def pair(self) -> Bits:
+        """The widths that it was found for."""
+        return Bits(self.weights, self.activations)
 
     def array(self) -> Floats:
         """Return the numbers."""
@@ -78,11 +93,11 @@ def mark_of(weight: Floats) -> int:
     return zlib.crc32(np.ascontiguousarray(weight, "<f4").reshape(-1).view(np.uint8).data)
 
 
-def pack(weight: Floats, codes: Array, grid: Grid, bits: int) -> Rounded:
+def pack(weight: Floats, codes: Array, grid: Grid, pair: Bits) -> Rounded:
     """Return codes of a weight, between the ends of its grid, as they are stored.
 
     >>> weight, grid = np.float32([0.2, 1.6, -0.9]), Grid(np.float32(1), np.float32(0), -3, 3)
-    >>> packed = pack(weight, np.array([1, 2, -1]), grid, 3)
+    >>> packed = pack(weight, np.array([1, 2, -1]), grid, Bits(3, 8))
     >>> unpack(packed, weight, grid).tolist()
     [1.0, 2.0, -1.0]
     """
@@ -95,7 +110,7 @@ def pack(weight: Floats, codes: Array, grid: Grid, bits: int) -> Rounded:
     planes = max(1, int(flat.max(initial=0)).bit_length())
     raw = b"".join(np.packbits(flat >> plane & 1).tobytes() for plane in range(planes))
     scale, zero = (np.asarray(value, "<f4").reshape(-1).tobytes() for value in (grid.scale, grid.zero))
-    return Rounded(bits, mark_of(weight), scale, zero, zlib.compress(raw, 9))
+    return Rounded(pair.weights, pair.activations, mark_of(weight), scale, zero, zlib.compress(raw, 9))
 
 
 def unpack(rounded: Rounded, weight: Floats, grid: Grid) -> Floats:
@@ -138,7 +153,7 @@ def rebased(rounded: Rounded, old: Floats, new: Floats, spec: QuantSpec) -> Roun
     if not rounded.scale or rounded.mark != mark_of(old):
         return replace(rounded, mark=mark_of(new)) if rounded.mark == mark_of(old) else rounded
     grid = rounded.grid(old.ndim, spec)
-    return pack(new, unpack(rounded, old, grid), grid, rounded.bits)
+    return pack(new, unpack(rounded, old, grid), grid, rounded.pair)
 
 
 def _sides(weight: Floats, grid: Grid) -> tuple[Floats, Floats]:
@@ -149,25 +164,11 @@ def _sides(weight: Floats, grid: Grid) -> tuple[Floats, Floats]:
     return nearest, np.where(above, np.float32(1), np.float32(-1))
 
 
-def shift_at(shifts: tuple[Shift, ...], bits: int, inputs: int) -> Floats | None:
-    """Return the shift of a bias at some widths: that of the nearest width of the input, the wider of two.
-
-    >>> shifts = tuple(Shift(4, inputs, np.float32(inputs).tobytes()) for inputs in (4, 8))
-    >>> [float(shift_at(shifts, 4, inputs)[0]) for inputs in (8, 6, 5, 3)], shift_at(shifts, 3, 8)
-    ([8.0, 8.0, 4.0, 4.0], None)
-    """
-    found = [shift for shift in shifts if shift.bits == bits]
-    if not found:
-        return None
-    return min(found, key=lambda shift: (abs(shift.inputs - inputs), -shift.inputs)).array()
-
-
 def described(rounded: Mapping[str, tuple[Rounded, ...]]) -> list[str]:
     """Return what people should know of the widths with rounding of their own, by weight: how many, how large."""
     lines = []
-    for bits in sorted({own.bits for all_own in rounded.values() for own in all_own}, reverse=True):
-        found = [own for all_own in rounded.values() for own in all_own if own.bits == bits and own.ranks]
-        if found:
-            size = sum(own.nbytes for own in found)
-            lines.append(f"rounding of its own at {bits} bits: {len(found)} of {len(rounded)} weights, {size} bytes")
+    every = [own for all_own in rounded.values() for own in all_own if own.ranks]
+    for pair in sorted({own.pair for own in every}, reverse=True):
+        sizes = [own.nbytes for own in every if own.pair == pair]
+        lines.append(f"rounding of its own at {pair}: {len(sizes)} of {len(rounded)} weights, {sum(sizes)} bytes")
     return lines

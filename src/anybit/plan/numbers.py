@@ -6,7 +6,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,10 +23,9 @@ from anybit.plan.codes import (
     round_weight,
     rounded_at,
 )
-from anybit.plan.extras import shift_at
 from anybit.plan.grid import Grid
 from anybit.plan.points import Plan, Weight, Widths
-from anybit.spec import FLOAT
+from anybit.spec import FLOAT, Bits
 
 T = TypeVar("T")
 
@@ -82,13 +81,26 @@ class Kept:
 class Numbers:
     """A network's numbers at some widths, by the names of its points, each computed when it is asked for.
 
-    Points at 32 bits have none: they stay in floating point.
+    Points at 32 bits have none: they stay in floating point. `asked` is the pair that was asked for each weight, of
+    which what the weight has of its own for that pair holds.
     """
 
     plan: Plan
     widths: Widths
     tensors: Mapping[str, npt.NDArray[Any]]
     kept: Kept
+    asked: Mapping[str, Bits] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells these numbers from others of the same plan."""
+        weights = {weight.name for weight in self.plan.weights}
+        return tuple(self.key_of(name) if name in weights else width for name, width in self.widths.items())
+
+    def key_of(self, name: str) -> tuple[int, Bits | None]:
+        """Return what tells the codes of a weight from others: its width, and the pair that has its own, if any."""
+        pair = self.asked.get(name)
+        return self.widths[name], pair if self.plan.weight(name).own(pair) else None
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -109,20 +121,23 @@ class Numbers:
         """Return the codes and scale of a weight."""
         how, bits = self.plan.weight(name), self.widths[name]
         array = np.asarray(self.tensors[name], np.float32)
-        key = ("codes", name, bits)
-        return self.kept.get(key, lambda: encode(array, how, bits, self._ends(how, array)), lambda codes: codes.nbytes)
+        own = rounded_at(how, array, self.asked.get(name))
+        key = ("codes", name, *self.key_of(name))
+        return self.kept.get(
+            key, lambda: encode(array, how, bits, self._ends(how, array), own), lambda codes: codes.nbytes
+        )
 
     def rounded(self, name: str) -> Codes | Nearest:
         """Return a weight on its grid, for those who want it in floating point: codes only where they come first."""
         how = self.plan.weight(name)
-        if how.sums or how.rounded:
+        if how.sums or how.own(self.asked.get(name)):
             return self.codes(name)
         array = np.asarray(self.tensors[name], np.float32)
         return round_weight(array, how, self.widths[name], self._ends(how, array))
 
     def _ends(self, how: Weight, array: npt.NDArray[np.float32]) -> Ends | None:
         """Return the ends of a weight's grid if all widths have the same."""
-        if how.clip or how.rounded:
+        if how.clip:
             return None
         return self.kept.get(("ends", how.name), lambda: limits(array, how, FLOAT), lambda ends: 2 * ends[0].nbytes)
 
@@ -140,10 +155,10 @@ class Numbers:
         key = self.bias_key(name)
         return self.kept.get(key, lambda: self._bias(name, key[-1], own()), lambda found: 3 * found.values.nbytes)
 
-    def bias_key(self, name: str) -> tuple[str, str, int, int]:
-        """Return under what a bias is kept: its name and the widths of the layer's weight and input."""
+    def bias_key(self, name: str) -> tuple[str, str, int, Bits | None, int]:
+        """Return under what a bias is kept: its name, what tells the codes of its weight, the width of the input."""
         bias = self.plan.bias(name)
-        return "bias", name, self.widths[bias.weight], self.widths.get(bias.input, FLOAT)
+        return "bias", name, *self.key_of(bias.weight), self.widths.get(bias.input, FLOAT)
 
     def _bias(self, name: str, width: int, weight: Codes | Nearest) -> RoundedBias:
         bias = self.plan.bias(name)
@@ -151,6 +166,7 @@ class Numbers:
         mean = None if bias.mean is None else np.asarray(bias.mean, np.float32)
         source = self.grid(bias.input) if width != FLOAT else None
         how = self.plan.weight(bias.weight)
-        own = bool(bias.shifts) and rounded_at(how, master, weight.bits) is not None
-        shift = shift_at(bias.shifts, weight.bits, width) if own else None
+        pair = self.asked.get(how.name)
+        own = next((shift for shift in bias.shifts if shift.pair == pair), None)
+        shift = own.array() if own and rounded_at(how, master, pair) else None
         return round_bias(exact, how, weight, master, mean, source, width, shift)

@@ -44,7 +44,7 @@ class Weight:
     channels, and a code less a zero of its own would need 9 bits.
 
     `channels` is the dimension that runs over output channels; `axis` the one with scales of its own. `tensor` is what
-    the file calls it, where that is another name. `rounded` says for some widths which way each entry rounds.
+    the file calls it, where that is another name. `rounded` says for some pairs of widths which way each entry rounds.
     """
 
     name: str
@@ -62,6 +62,10 @@ class Weight:
     rounded: tuple[Rounded, ...] = ()
 
     kind = "weight"
+
+    def own(self, pair: Bits | None) -> Rounded | None:
+        """Return what it has of its own where this pair of widths was asked for."""
+        return next((rounded for rounded in self.rounded if rounded.pair == pair), None)
 
     @property
     def place(self) -> str:
@@ -184,18 +188,25 @@ class Plan:
         >>> plan.widths(Bits(4, 4), {"a": (8, 8)})
         {'a.weight': 8, 'x': 32}
         """
+        asked, widths = self.asked(bits, layers), {}
+        for point in self.points:
+            pair = asked[point.name]
+            width = max(pair.weights if isinstance(point, Weight) else pair.activations, point.floor)
+            unknown = isinstance(point, Activation) and point.range_at(width) is None
+            widths[point.name] = FLOAT if unknown else width
+        return widths
+
+    def asked(self, bits: Bits, layers: LayerWidths | None = None) -> dict[str, Bits]:
+        """Return the pair that is asked for every point: `bits`, or that of the last pattern that matches."""
         chosen = layer_bits(layers)
         for pattern in chosen:
             if not any(_matches(point, pattern) for point in self.points):
                 some = ", ".join(point.name for point in self.points[:5])
                 raise SpecError(f"no point matches the pattern {pattern!r}; the plan has {some}, ...")
-        widths = {}
-        for point in self.points:
-            pair = next((chosen[pattern] for pattern in reversed(chosen) if _matches(point, pattern)), bits)
-            width = max(pair.weights if isinstance(point, Weight) else pair.activations, point.floor)
-            unknown = isinstance(point, Activation) and point.range_at(width) is None
-            widths[point.name] = FLOAT if unknown else width
-        return widths
+        return {
+            point.name: next((chosen[pattern] for pattern in reversed(chosen) if _matches(point, pattern)), bits)
+            for point in self.points
+        }
 
     def at(
         self,
@@ -215,7 +226,8 @@ class Plan:
         """
         from anybit.plan.numbers import Kept, Numbers
 
-        return Numbers(self, self.widths(bits, layers), tensors, Kept(2**62) if kept is None else kept)
+        room = Kept(2**62) if kept is None else kept
+        return Numbers(self, self.widths(bits, layers), tensors, room, self.asked(bits, layers))
 
     def weight(self, name: str) -> Weight:
         """Return the weight of that name."""

@@ -190,7 +190,7 @@ def _extras(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
         parts = _list(value, lambda part: part)
         return cls(*(convert(part) for convert, part in zip(kinds, parts, strict=True)))
 
-    return lambda value: _by_width(value, one, lambda extra: (extra.bits, getattr(extra, "inputs", 0)))
+    return lambda value: _by_width(value, one, lambda extra: extra.pair)
 
 
 def _bytes(value: Any) -> bytes:
@@ -210,7 +210,10 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "shape": ("a list of sizes", lambda value: _list(value, _size)),
     "mean": ("a list of finite numbers", lambda value: _list(value, _number)),
     "ranges": ("a list of [width, low, high, where from]", lambda value: _by_width(value, _range, lambda r: r[0])),
-    "rounded": ("a list of [width, mark, scale, zero, ranks], the last three in base64", _extras(Rounded)),
-    "shifts": ("a list of [width, width of the input, numbers in base64]", _extras(Shift)),
+    "rounded": (
+        "a list of [weights, activations, mark, scale, zero, ranks], the last three in base64",
+        _extras(Rounded),
+    ),
+    "shifts": ("a list of [weights, activations, numbers in base64]", _extras(Shift)),
 }
 """What each field of an entry must be, in words and as the function that sees to it."""

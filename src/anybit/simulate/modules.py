@@ -17,7 +17,7 @@ from anybit.plan.codes import RoundedBias, limits
 from anybit.plan.grid import Grid, bias_codes, bias_units, fits, mean_shift, min_max, weight_grid
 from anybit.plan.observe import Calibration
 from anybit.simulate.rounding import fake_quantize, gapless, round_through, snap_, straight_through
-from anybit.spec import FLOAT
+from anybit.spec import FLOAT, Bits
 
 
 def wide(x: Tensor) -> Tensor:
@@ -39,6 +39,8 @@ class Weight(nn.Module):
         self.point = point
         self.master = nn.Parameter(weight.detach().clone())
         self.bits = FLOAT
+        self.fitted: Bits | None = None
+        """The pair of widths whose own rounding `value` has."""
         self.stretches = False
         """Whether gradients reach a live grid's own ends too, so that training can pull in a weight that is alone far
         out."""

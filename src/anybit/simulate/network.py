@@ -113,9 +113,9 @@ class QuantizedNetwork(nn.Module):
         Outside of training mode the weights are rounded now, not in the next forward pass.
         """
         bits, chosen = Bits.asked(pair, weights, activations), layer_bits(layers)
-        widths = self._plan.widths(bits, chosen)  # refuses patterns that match nothing, before anything changes
+        self._plan.asked(bits, chosen)  # refuses patterns that match nothing, before anything changes
         self._bits, self._layers = bits, chosen
-        self._execute(widths)
+        self._execute()
 
     def numbers(self) -> Numbers:
         """Return everything that the plan says at the current widths: codes, scales, grids, biases."""
@@ -124,9 +124,9 @@ class QuantizedNetwork(nn.Module):
 
     def _numbers(self, widths: Widths | None = None) -> Numbers:
         masters = {name: m.master for name, m in self._parts.items() if not isinstance(m, Activation)}
-        if widths is None:
-            widths = self._plan.widths(self._bits, self._layers)
         tensors: Mapping[str, Any] = _Arrays(masters)
+        if widths is None:
+            return self._plan.at(self._bits, self._layers, tensors=tensors, kept=self._kept)
         return Numbers(self._plan, widths, tensors, self._kept)
 
     def execute(self, widths: Widths) -> None:
@@ -153,8 +153,8 @@ class QuantizedNetwork(nn.Module):
             if isinstance(module, Activation):
                 bits = found.widths[name]
                 module.set_grid(None if bits == FLOAT else found.grid(name), bits)
-            elif isinstance(module, Weight) and module.bits != found.widths[name]:
-                module.bits, module.value = found.widths[name], None
+            elif isinstance(module, Weight) and (module.bits, module.fitted) != found.key_of(name):
+                (module.bits, module.fitted), module.value = found.key_of(name), None
         if not self.training:
             self._round(found, parts)
             self._rounded = True
@@ -162,7 +162,7 @@ class QuantizedNetwork(nn.Module):
     def _round(self, found: Numbers, parts: dict[str, Any]) -> None:
         """Put every weight on its grid, and correct the biases that go with them."""
         masters = {name: parts[name].master for name in found.weights}
-        keys = {name: ("value", name, found.widths[name]) for name in masters}
+        keys = {name: ("value", name, *found.key_of(name)) for name in masters}
 
         def missing() -> int:
             made = {name for name in masters if parts[name].value is not None or keys[name] in self._kept}
