@@ -54,7 +54,19 @@ class Twice(nn.Module):
         return F.relu(self.left(x)) + self.right(x)
 
 
-@pytest.mark.parametrize("network", [Chain, Twice])
+class Halves(nn.Module):
+    """One node makes two values: a layer takes the one, and what comes after it both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(12, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = F.relu(self.first(x)).split(4, 1)
+        return self.last(torch.cat([one, other, F.relu(self.inner(other))], 1))
+
+
+@pytest.mark.parametrize("network", [Chain, Twice, Halves])
 def test_values_that_have_no_room_are_computed_again(
     network: type[nn.Module], data: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

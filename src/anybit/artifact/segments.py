@@ -26,6 +26,8 @@ def cut(master: Master, names: Iterable[str], known: Collection[str]) -> tuple[M
     model = master.model.copy()
     nodes, used = _between(model.graph, names, known)
     set_nodes(model.graph, nodes)
+    for node in model.graph.node:  # one may make what is known beside what is not
+        node.output[:] = [_other(name, used) if name in known and name in used else name for name in node.output]
     given = {value.name: value for value in model.graph.input if value.name in used}
     fresh = [
         helper.make_tensor_value_info(n, TensorProto.FLOAT, None)
@@ -36,6 +38,13 @@ def cut(master: Master, names: Iterable[str], known: Collection[str]) -> tuple[M
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     return replace(master, model=model), used
+
+
+def _other(name: str, used: Collection[str]) -> str:
+    """Return a name that nothing uses."""
+    while name in used:
+        name += "'"
+    return name
 
 
 def _between(
