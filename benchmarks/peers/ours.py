@@ -13,7 +13,7 @@ import anybit
 
 
 def setting(*, data: bool, fitted: bool = False, **options: Any) -> Setting:
-    """Prepare once, and save; every width after that is a `set_bits`, or the reconstruction of that width first."""
+    """Prepare once, and save; every width after that is a `set_bits`, or first its reconstruction in that one file."""
 
     def once(job: Job) -> Quantize:
         loader = job.batches if data else None
@@ -26,7 +26,7 @@ def setting(*, data: bool, fitted: bool = False, **options: Any) -> Setting:
             own = copy.deepcopy(net) if fitted else net
             if fitted:
                 inputs, widths = [x.numpy() for x in job.batches], [(weights, activations)]
-                own.plan = anybit.reconstruct(folder / "master.onnx", inputs, widths, out=folder / "fitted.onnx")
+                own.plan = anybit.reconstruct(folder / "master.onnx", inputs, widths)
             own.set_bits(weights=weights, activations=activations)
 
             def export(path: Path) -> None:
