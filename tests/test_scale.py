@@ -61,7 +61,7 @@ def test_other_widths_are_kept_as_far_as_whole_ones_fit(
     for bits in (8, 7, 6, 5):
         net.set_bits(weights=bits, activations=8)
         assert all(value is not None for value in values(net))
-    whole = [b for b in (8, 7, 6, 5) if all(("value", name, b) in cache for name in net.weights)]
+    whole = [b for b in (8, 7, 6, 5) if all(("value", name, b, None) in cache for name in net.weights)]
     assert whole == [8, 7, 6, 5][4 - most :]  # the newest
     assert most * size <= cache.nbytes <= min(limit, most * size + ELSE)
     assert max(seen) <= limit  # also while it switches
