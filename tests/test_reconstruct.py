@@ -327,11 +327,22 @@ def test_each_pair_is_fitted_as_if_alone_and_no_other_one_changes(model: nn.Modu
     for found, want in ((outputs(net, data[64:], pairs), alone), (outputs(net, data[64:], others), before)):
         assert all(torch.equal(found[pair], want[pair]) for pair in want)
     assert not torch.equal(outputs(net, data[64:], ["W4A8"])["W4A8"], outputs(net, data[64:], ["W8A8"])["W8A8"])
-    plan = net.plan
     anybit.reconstruct(net, [data[:64]], ["W4A4"])  # again, in the place of what was there
-    assert net.plan.at(Bits(4, 4), tensors={}).key == plan.at(Bits(4, 4), tensors={}).key
+    again = outputs(net, data[64:], pairs)
+    assert all(torch.equal(again[pair], alone[pair]) for pair in pairs)
     assert {r.pair for w in net.plan.weights for r in w.rounded} == {Bits.parse(pair) for pair in pairs}
     assert all(len(w.rounded) == len(pairs) for w in net.plan.weights)
+
+
+@pytest.mark.parametrize("store", ["fp32", "int8"])
+def test_a_fitted_layer_that_is_put_in_floating_point_later_is_saved(fitted: Any, store: str, tmp_path: Path) -> None:
+    net = fitted
+    points = (replace(p, floor=32) if p.name == "wide.weight" else p for p in net.plan.points)
+    net.plan = replace(net.plan, points=tuple(points))
+    anybit.save(net, tmp_path / "net.onnx", store=store)
+    session = anybit.load(tmp_path / "net.onnx")
+    session.set_bits("W3A8")
+    assert session.master.plan.at(Bits(3, 8), tensors={}).widths["wide.weight"] == 32
 
 
 def test_a_layer_with_a_width_of_its_own_has_what_was_fitted_for_that(model: nn.Module, data: Tensor) -> None:

@@ -24,6 +24,7 @@ from anybit.errors import FileError, SpecError
 from anybit.graph.onnx_nodes import OPSET, outlined, subgraphs
 from anybit.plan.extras import decompress
 from anybit.plan.points import Bias, Weight
+from anybit.spec import FLOAT
 
 OLDEST = 13
 """The oldest that a master may have: the first with scales per channel. Files with branches or loops keep their own."""
@@ -113,11 +114,11 @@ def check_extras(weight: Weight, biases: Iterable[Bias], shape: tuple[int, ...],
     scales = 1 if weight.axis is None else shape[weight.axis]
     for rounded in weight.rounded:
         spot = f"{where}: weight {weight.name[:60]!r}: rounded at {rounded.pair}"
-        if not rounded.scale:
+        if not rounded.scale or weight.rounds(rounded) == FLOAT:
             continue
         if len(rounded.scale) != 4 * scales:
             raise FileError(f"{spot}: {scales} scales are expected, got {len(rounded.scale) // 4}")
-        grid = rounded.grid(len(shape), weight.spec(max(rounded.weights, weight.floor)))
+        grid = rounded.grid(len(shape), weight.spec(weight.rounds(rounded)))
         with np.errstate(invalid="ignore"):
             whole = (grid.zero == np.rint(grid.zero)) & (grid.zero >= grid.low) & (grid.zero <= grid.high)
         if not (is_finite(grid.scale) and (grid.scale >= np.finfo(np.float32).tiny).all() and whole.all()):

@@ -33,6 +33,7 @@ from anybit.errors import FileError
 from anybit.plan.codes import Codes, encode
 from anybit.plan.extras import rebased
 from anybit.plan.points import Bias, Plan, Weight
+from anybit.spec import FLOAT
 
 Array = NDArray[np.float32]
 
@@ -138,9 +139,8 @@ def _for_stored(header: Header, model: OnnxModel, kept: OnnxModel) -> Header:
     for i, point in enumerate(points):
         if isinstance(point, Weight) and point.rounded:
             old, new = np.asarray(model.array(before[point.place]), np.float32), after[point.name]
-            own = (
-                rebased(rounded, old, new, point.spec(max(rounded.weights, point.floor))) for rounded in point.rounded
-            )
+            held = (rounded for rounded in point.rounded if point.rounds(rounded) != FLOAT)
+            own = (rebased(rounded, old, new, point.spec(point.rounds(rounded))) for rounded in held)
             points[i] = replace(point, rounded=tuple(own))
     return replace(header, plan=replace(header.plan, points=tuple(points)))
 

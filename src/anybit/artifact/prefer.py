@@ -46,7 +46,7 @@ SURE = 0.75
 LARGE = 2**28
 """Bytes of weights from which on only two forms are made: all of them are in memory while they are timed."""
 
-VERSION = 1
+VERSION = 2
 """Of what is kept; another one is measured again."""
 
 

@@ -121,11 +121,12 @@ class Numbers:
         """Return the codes and scale of a weight."""
         how, bits = self.plan.weight(name), self.widths[name]
         array = np.asarray(self.tensors[name], np.float32)
-        own = rounded_at(how, array, self.asked.get(name))
         key = ("codes", name, *self.key_of(name))
-        return self.kept.get(
-            key, lambda: encode(array, how, bits, self._ends(how, array), own), lambda codes: codes.nbytes
-        )
+
+        def make() -> Codes:
+            return encode(array, how, bits, self._ends(how, array), rounded_at(how, array, self.asked.get(name)))
+
+        return self.kept.get(key, make, lambda codes: codes.nbytes)
 
     def rounded(self, name: str) -> Codes | Nearest:
         """Return a weight on its grid, for those who want it in floating point: codes only where they come first."""

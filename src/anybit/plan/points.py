@@ -67,6 +67,10 @@ class Weight:
         """Return what it has of its own where this pair of widths was asked for."""
         return next((rounded for rounded in self.rounded if rounded.pair == pair), None)
 
+    def rounds(self, own: Rounded) -> int:
+        """Return the width at which it is rounded where the pair of `own` is asked for."""
+        return max(own.weights, self.floor)
+
     @property
     def place(self) -> str:
         """What the file calls it."""
